@@ -2,7 +2,7 @@
 
 Exit status 0, also when who reads the output has enough; 1 when a table is not valid (`validate`)
 or a run or its check failed; 2 and one line for input that makes no sense or takes more memory than
-there is, and for output that cannot be written; 130 when interrupted.
+there is, and for output that cannot be written; 130 when interrupted, by `kill` as by Ctrl-C.
 """
 
 import os

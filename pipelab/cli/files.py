@@ -1,4 +1,7 @@
-"""Files that commands read and write: nothing is left half-written."""
+"""Files that commands read and write: nothing is left half-written.
+
+A file that an option names is replaced, as by any compiler; a file that a link leads to is not.
+"""
 
 import os
 import tempfile
@@ -42,6 +45,11 @@ def check_targets(**targets: str | None) -> None:
             home = next(folder for folder in path.resolve().parents if folder.exists())
         elif path.is_dir():
             raise ValueError(f"--{option} {path} is a folder: name a file")
+        elif path.is_symlink() and path.is_file():
+            raise ValueError(
+                f"--{option} {path} is a link to {path.resolve()}, which exists: name that file if "
+                "it is to be replaced"
+            )
         else:
             home = path.resolve().parent
         if option == "plot":

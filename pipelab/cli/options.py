@@ -74,7 +74,9 @@ Rate = Annotated[
 ]
 Name = Annotated[str | None, arg(metavar="NAME")]
 Json = Annotated[bool, arg(help="print one JSON object")]
-Plot = Annotated[str | None, arg(metavar="FILE", help="write the picture (png, svg, pdf)")]
+Plot = Annotated[
+    str | None, arg(metavar="FILE", help="write the picture (png, svg, pdf); replaces that file")
+]
 Timeout = Annotated[Finite, arg(help="give up when no action ends in this time")]
 Model = Literal["mlp", "gpt2"]
 CHAIN = [method for method in METHODS if method != "pipedream"]  # a device a stage

@@ -219,7 +219,7 @@ def plan_command(
         batch: samples, of all devices
         asynchronous: also schedules that train with weights of several versions
         explain: also, why the runner-up of this number loses
-        plot: throughput over memory; its frontier in the answer as well
+        plot: throughput over memory, replaces that file; its frontier in the answer as well
     """
     check_targets(plot=plot)
     faulty = faults != Faults()
@@ -276,7 +276,7 @@ def search_command(
         whole: no backward is split into I and W
         seconds: at most (0: heuristics alone, without OR-Tools)
         workers: threads (0: all cores)
-        csv: write the table
+        csv: write the table; replaces that file
     """
     check_targets(csv=csv, plot=plot)
     shown = sys.stderr.isatty()

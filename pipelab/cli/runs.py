@@ -185,7 +185,7 @@ def train_command(
         device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
         every: a checkpoint every K steps
         balance: layers of each stage, such as 3,5,5,1, or how to find them
-        save: keep the last checkpoint there, and go on from it
+        save: keep the last checkpoint there, and go on from it; other files stay as they are
     """
     import torch
 

@@ -26,8 +26,8 @@ def simulate_command(
     """Predict a schedule's timeline.
 
     Args:
-        csv: write the table
-        trace: write a Chrome trace
+        csv: write the table; replaces that file
+        trace: write a Chrome trace; replaces that file
     """
     check_targets(csv=csv, trace=trace, plot=plot)
     timeline = simulate(table.make(costs), costs)

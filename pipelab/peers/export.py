@@ -13,8 +13,8 @@ last stage's backward is split, so that its I and W are written as B.
 
 import hashlib
 import json
+import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -24,6 +24,7 @@ from typing import Any, Literal
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import simulate
+from pipelab.runtime.drafts import draft_of, writing
 from pipelab.runtime.prepare import check_table
 from pipelab.table.action import Kind, ScheduleError, check_counts
 from pipelab.table.placement import check_placement, loop_placement, v_placement
@@ -60,7 +61,7 @@ def export(
     layers = _shared_out(layers or ([] if titan else [table.stages]), table, titan)
     (samples,) = check_counts(samples=samples)
     target = Path(folder).absolute()
-    if target.exists():
+    if os.path.lexists(target):
         raise ValueError(f"{folder} is there already: name a new folder")
     plan = {
         "engine": engine,
@@ -78,15 +79,11 @@ def export(
     files = {"schedule.csv": csv, "plan.json": json.dumps(plan, indent=1) + "\n"}
     if titan:
         files["options.txt"] = _titan_options(table, layers, samples, target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as home:
-        draft = Path(home, target.name)
-        draft.mkdir()
+    with draft_of(target) as draft, writing(draft):
         for name, text in files.items():
             (draft / name).write_text(text)
         for name in SCRIPTS[engine]:
             shutil.copyfile(Path(__file__).with_name("scripts") / name, draft / name)
-        draft.rename(target)
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C where an exception would do harm.
+"""Ctrl-C where an exception would do harm; and what else ends a command, as Ctrl-C does.
 
 This is the first module of the package that is imported: where that is for the command line, Ctrl-C
 ends the process at once, without a traceback of imports, until the command calls `allow`.
@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class Noted:
@@ -66,9 +67,21 @@ def leave(*signal_and_frame: object) -> None:
 
 
 def allow() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, once the command is loaded."""
+    """Let Ctrl-C raise KeyboardInterrupt again, once the command is loaded.
+
+    So do `kill` and the end of a terminal: what the command has begun is cleaned up.
+    """
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if _IS_COMMAND and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Do as Ctrl-C does here; where it is ignored, as in a script's background, as it would."""
+    handler = signal.getsignal(signal.SIGINT)
+    (handler if callable(handler) else signal.default_int_handler)(number, frame)
 
 
 # `python -m pipelab` calls itself "-m" while its package is being imported.

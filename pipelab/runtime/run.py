@@ -179,7 +179,7 @@ def new_folder(name: str, folder: str | Path | None) -> Path | None:
     if folder is None:
         return None
     path = Path(folder).resolve()
-    if path.exists() and any(path.iterdir()):
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
             f"{name}={str(folder)!r} exists and is not an empty folder: name a new one"
         )

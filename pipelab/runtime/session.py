@@ -52,6 +52,7 @@ class Wing(ABC):
     seed         of the random numbers that forwards draw; None if they draw none
     autocast     torch: type of mixed precision, or None
     ties         per stage, the weights that other stages have too: name -> number of the tie
+    owner        of checkpoints: the training that keeps them in its folder, if there is one
     """
 
     optimizer = "__call__", "a factory, such as torch.optim.SGD"
@@ -62,6 +63,7 @@ class Wing(ABC):
     devices: Sequence[Any]
     seed: int | None = None
     autocast: Any = None
+    owner = ""
 
     def __init__(
         self, schedule: Schedule, stages: Sequence[Any], options: Options, *, training: bool
@@ -110,6 +112,11 @@ class Wing(ABC):
                 f"no checkpoints with backend={self.options.backend!r}: take `weights`"
             )
         return nullcontext()
+
+    @classmethod
+    def index(cls, folder: Path) -> Any:
+        """The description of a checkpoint. ValueError for a folder that holds none."""
+        raise NotImplementedError
 
     def saved(self, folder: Path) -> Sequence[Any]:
         """The checkpoint's content of every stage."""

@@ -308,6 +308,18 @@ def test_links_stay_links(capsys, tmp_path):
     assert Schedule.from_csv(target.read_text()) == make("gpipe", 2, 2)
 
 
+@pytest.mark.parametrize("target", ["--csv out.csv", "--trace out.json", "--plot out.png"])
+def test_what_a_link_leads_to_is_not_replaced(capsys, target, tmp_path, monkeypatch):
+    # Was: replaced, without a word.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / target.split()[1]).symlink_to("precious")
+    status, out, err = call(capsys, f"simulate {SMALL} {target}")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"{target} is a link to {tmp_path}/precious, which exists: name that file" in err
+    assert (tmp_path / "precious").read_text() == "x"
+
+
 def test_schedule_prints_grid_or_csv(capsys):
     assert call(capsys, "schedule gpipe --devices 2 --microbatches 1")[1].splitlines()[1:] == [
         "0F0 .   .   0B0 0U0",
@@ -448,16 +460,19 @@ def test_export_writes_a_folder_and_says_how_to_start(capsys, tmp_path):
         ("export pipedream --devices 2 --microbatches 2 --out new", "updates without a flush"),
         (f"export {SMALL} --out new --for torchtitan", "give `layers`"),
         (f"export {SMALL} --out .", ". is there already: name a new folder"),
+        (f"export {SMALL} --out link", "link is there already: name a new folder"),
         (f"export {SMALL} --out file/new", "there is no folder file"),
+        (f"run {SMALL} --save file", "save='file' exists and is not an empty folder"),
     ],
 )
 def test_export_leaves_nothing_behind_an_error(capsys, line, problem, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
     status, out, err = call(capsys, line)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert problem in err
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
 def test_a_failed_check_is_status_1(capsys, monkeypatch):

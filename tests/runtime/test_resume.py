@@ -1,5 +1,6 @@
 """Text as batches; long trainings in parts: stopped or killed at any moment, they go on."""
 
+import errno
 import json
 import os
 import shutil
@@ -8,16 +9,23 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
+from socket import gethostname
 
 import pytest
 import torch
 
+import pipelab
 from pipelab import make, run
 from pipelab.cli import main
 from pipelab.models import data, split
 from pipelab.models.gpt2 import PADDING, gpt2, masked_loss, next_token_loss
+from pipelab.runtime import owned
+from pipelab.runtime.owned import TrainingFolder
 from pipelab.runtime.resume import train
 from pipelab.runtime.torch.checkpoint import Index, load_stage
+
+ROOT = Path(pipelab.__file__).parent.parent
 
 # ---- data
 
@@ -161,6 +169,175 @@ def test_killed_before_its_losses_were_written(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.json", "step_000006"]
 
 
+# ---- the folder
+
+
+def shot(folder):
+    """Every path in it, with a file's content and a link's goal."""
+    return {
+        path.relative_to(folder): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def refuse_to_train(output, target):
+    raise AssertionError("trained")
+
+
+def foreign(folder, name, kind):
+    """What a training has not written, though it has the name of a checkpoint."""
+    path = folder / name
+    if kind == "link":
+        (folder / "elsewhere").mkdir()
+        (folder / "elsewhere" / "model.bin").write_text("x")
+        path.symlink_to("elsewhere")
+    elif kind == "checkpoint":
+        run(*setting(), seed=3, save=path, stop=4, check=False)
+    else:
+        path.mkdir()
+        (path / "model.bin").write_text("x")
+
+
+def test_a_training_removes_only_what_it_wrote(tmp_path):
+    # Was: every folder named like a checkpoint was removed.
+    parts = train(*setting(), tmp_path, every=2, seed=3, check=False)
+    next(parts)
+    shutil.copytree(tmp_path / "step_000002", tmp_path / "step_000003")
+    parts.close()
+    foreign(tmp_path, "step_000777", "folder")
+    foreign(tmp_path, ".step_000004.draft", "folder")
+    foreign(tmp_path, "step_000100", "checkpoint")
+    foreign(tmp_path, "step_000555", "link")
+    own = ("losses.json", "step_000002")
+    before = {path: held for path, held in shot(tmp_path).items() if path.parts[0] not in own}
+    *_, last = train(*setting(), tmp_path, every=2, seed=3, check=False)
+    assert last.losses == run(*setting(), seed=3, check=False).losses
+    own = ("losses.json", "step_000006")
+    after = shot(tmp_path)
+    assert {path: held for path, held in after.items() if path.parts[0] not in own} == before
+    assert {path.parts[0] for path in after} - {path.parts[0] for path in before} == {*own}
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkpoint", "link"])
+def test_a_checkpoint_replaces_nothing(kind, tmp_path):
+    foreign(tmp_path, "step_000004", kind)
+    before = shot(tmp_path)
+    table, stages, batches, _, optimizer = setting()
+    parts = train(table, stages, batches, refuse_to_train, optimizer, tmp_path, every=2, seed=3)
+    with pytest.raises(ValueError, match="step_000004 is not a checkpoint of this training"):
+        next(parts)
+    assert shot(tmp_path) == before
+
+
+def test_one_training_at_a_time_has_a_folder(tmp_path):
+    # Was: two trained, and one of them failed with "No such file".
+    folder = tmp_path / 'it\'s "a folder" $x$'
+    parts = train(*setting(), folder, every=4, seed=3, check=False)
+    next(parts)
+    here = f"process {os.getpid()} on {gethostname()}: wait for it"
+    for name in ("", "of another name"):
+        with pytest.raises(ValueError, match=f"is used by another training, {here}"):
+            next(train(*setting(), folder, every=2, seed=4, name=name))
+    assert [part.steps for part in parts] == [6]
+    assert sorted(os.listdir(folder)) == ["losses.json", "step_000006"]
+
+
+def test_a_lock_whose_process_was_killed_is_taken_over(tmp_path, monkeypatch):
+    (tmp_path / owned.LOCK).write_text("process 1 on another")
+    parts = train(*setting(), tmp_path, every=4, seed=3, check=False)
+    next(parts)
+    assert (tmp_path / owned.LOCK).read_text() == f"process {os.getpid()} on {gethostname()}"
+    parts.close()
+    assert not (tmp_path / owned.LOCK).exists()
+
+    def no_locks(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(owned, "flock", no_locks)
+    (tmp_path / owned.LOCK).write_text("process 1 on another")
+    with pytest.raises(
+        ValueError, match=r"process 1 on another \(if it has ended, remove .*lock\)"
+    ):
+        next(train(*setting(), tmp_path, every=4, seed=3))
+    (tmp_path / owned.LOCK).unlink()
+    assert len(list(train(*setting(), tmp_path, every=4, seed=3, check=False))) == 1
+
+
+@pytest.mark.parametrize("point", range(8))
+def test_a_full_disk_costs_one_part(point, tmp_path, monkeypatch):
+    """The disk is full at one of the eight writes of two parts, in the middle of a file."""
+    left = [point]
+
+    def until_full(write):
+        def writes(path, content):
+            left[0] -= 1
+            if left[0] < 0:
+                write(path, content[: len(content) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(path, content)
+
+        return writes
+
+    folder = tmp_path / "new" / "t"
+    with monkeypatch.context() as full:
+        for name in ("write_bytes", "write_text"):
+            full.setattr(Path, name, until_full(getattr(Path, name)))
+        with pytest.raises(OSError, match=r"/t/(losses|step_00000[36]).* No space left on device"):
+            list(train(*setting(), folder, every=3, seed=3, check=False))
+    assert not [*tmp_path.rglob("*.draft"), *tmp_path.rglob("*.lock")]
+    assert (tmp_path / "new").exists() == (point >= 4)
+    after = list(train(*setting(), folder, every=3, seed=3, check=False))
+    assert [part.steps for part in after] == [3, 6][point >= 5 :]
+    assert after[-1].losses == run(*setting(), seed=3, check=False).losses
+    assert sorted(os.listdir(folder)) == ["losses.json", "step_000006"]
+
+
+def test_killed_while_it_removes_a_checkpoint(tmp_path, monkeypatch):
+    def killed(path):
+        (path / "checkpoint.json").unlink()
+        raise KeyboardInterrupt
+
+    parts = train(*setting(), tmp_path, every=2, seed=3, check=False)
+    next(parts)
+    with monkeypatch.context() as dying:
+        dying.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            next(parts)
+    assert len(list(train(*setting(), tmp_path, every=2, seed=3, check=False))) == 1
+    assert sorted(os.listdir(tmp_path)) == ["losses.json", "step_000006"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *("", "{}", "[]", "5", "\xff", "[" * 100_000, '{"name": "", "losses": 3}'),
+        *('{"name": "", "losses": ["x"]}', '{"name": "", "losses": [1], "owner": "*"}'),
+    ],
+)
+def test_a_damaged_record_is_one_error(record, tmp_path):
+    # Was: KeyError, TypeError, or JSON's words without the file's name.
+    (tmp_path / "losses.json").write_text(record, encoding="latin-1")
+    with pytest.raises(
+        ValueError, match=r"losses.json is not the record of a training \(.*move it"
+    ):
+        next(train(*setting(), tmp_path))
+    assert os.listdir(tmp_path) == ["losses.json"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [([1.0] * 3, "step_000003 holds no checkpoint"), ([1.0] * 4, "is after batch 2, .* 4 losses")],
+)
+def test_a_record_without_its_checkpoint_is_one_error(losses, message, tmp_path):
+    run(*setting(), seed=3, save=tmp_path / "step_000004", stop=2, check=False)
+    (tmp_path / "losses.json").write_text(json.dumps({"name": "", "losses": losses}))
+    before = shot(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        next(train(*setting(), tmp_path, every=4))
+    assert shot(tmp_path) == before
+
+
 def test_bad_parts(tmp_path):
     with pytest.raises(ValueError, match="every=0: give at least one batch a part"):
         next(train(*setting(), tmp_path, every=0))
@@ -212,6 +389,39 @@ def test_killed_at_any_step_it_goes_on(tmp_path, capsys):
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("options", [["--device", "cuda:7"], ["--batch", "1"]])
+def test_a_training_that_cannot_be_touches_nothing(options, tmp_path, capsys):
+    # Was: the folder was emptied first.
+    foreign(tmp_path, "step_000777", "folder")
+    before = shot(tmp_path)
+    for folder in (tmp_path, tmp_path / "new" / "deep"):
+        assert main([*COMMAND, *options, "--save", str(folder)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert shot(tmp_path) == before and os.listdir(tmp_path) == ["step_000777"]
+
+
+def test_kill_leaves_what_can_be_gone_on_with_and_nothing_else(tmp_path):
+    """Also where Ctrl-C is ignored, as for what a script starts in the background."""
+    (tmp_path / "temporary").mkdir()
+    command = [*COMMAND[:-1], "200", "--every", "1", "--length", "8", "--backend", "processes"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipelab", *command, "--save", "R"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert process.stdout.readline().startswith("step     1")
+    process.terminate()
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, "pipelab train: interrupted\n")
+    assert os.listdir(tmp_path / "temporary") == []
+    done = len(json.loads((tmp_path / "R" / "losses.json").read_text())["losses"])
+    assert sorted(os.listdir(tmp_path / "R")) == ["losses.json", f"step_{done:06}"]
+
+
 def test_train_under_torchrun(tmp_path, capsys):
     """Two ranks train six steps, then nine: as threads that do it in one go."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -225,6 +435,12 @@ def test_train_under_torchrun(tmp_path, capsys):
         done = subprocess.run(line, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["losses"] == whole["losses"]
+    # While another training has the folder, both say so.
+    with TrainingFolder(Path(folder), "", Index.read) as other:
+        with pytest.raises(ValueError, match="holds another training"):
+            other.take()
+        done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("is used by another training, process") == 2
 
 
 def test_another_training_is_not_gone_on_with(tmp_path, capsys):

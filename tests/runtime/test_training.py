@@ -432,13 +432,30 @@ def test_stopped_and_resumed_is_not_stopped(rule, optimizer, backend, tmp_path):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_save_that_fails_on_any_rank_leaves_no_draft(first, tmp_path):
     def save():
-        with draft_of(tmp_path / "step", first) as draft:
+        with draft_of(tmp_path / "new" / "step", first) as draft:
             (draft / "stage_000.pt").touch()
             raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
         save()
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_that_another_process_writes_meanwhile_is_not_replaced(tmp_path):
+    """Each has a draft of its own, and a folder with the former name of one is nobody's draft."""
+    (tmp_path / ".step.draft").mkdir()
+    (tmp_path / ".step.draft" / "mine").write_text("x")
+
+    def save(content, meanwhile=lambda: None):
+        with draft_of(tmp_path / "step") as draft:
+            (draft / "stage_000.pt").write_text(content)
+            meanwhile()
+
+    with pytest.raises(OSError, match="/step could not be written: Directory not empty"):
+        save("second", lambda: save("first"))
+    assert (tmp_path / "step" / "stage_000.pt").read_text() == "first"
+    assert (tmp_path / ".step.draft" / "mine").read_text() == "x"
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_an_asynchronous_checkpoint_holds_every_version_that_is_still_read(tmp_path):
@@ -521,6 +538,10 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="is not an empty folder"):
         run(schedule, stages(2), batches(2), F.mse_loss, SGD, save=tmp_path / "c")
     assert json.loads((tmp_path / "c" / "checkpoint.json").read_text())["batch"] == 1
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file' exists and is not an empty folder: name a new one"):
+        run(schedule, stages(2), batches(2), F.mse_loss, SGD, save=tmp_path / "file")
+    (tmp_path / "file").unlink()
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 

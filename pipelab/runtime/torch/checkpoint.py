@@ -7,9 +7,7 @@ by torch.load(weights_only=True), which runs no code, and only if they are as th
 
 import io
 import json
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -20,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipelab.runtime.drafts import draft_of, writing
 from pipelab.runtime.stage import Step
 from pipelab.runtime.torch.state import StageState, on_cpu
 from pipelab.table.schedule import Schedule
@@ -35,6 +34,7 @@ class Index:
     seed     what forwards draw from
     schedule as CSV
     digests  of the stages' files
+    owner    the training that keeps it in its folder, by the name in its record; "": the caller
     """
 
     batch: int
@@ -42,6 +42,7 @@ class Index:
     asynchronous: bool
     schedule: str
     digests: list[str]
+    owner: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> "Index":
@@ -50,13 +51,24 @@ class Index:
             content = json.loads((folder / INDEX).read_text())
             digest = content.pop("digest")
             index = cls(**content)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{folder} holds no checkpoint ({type(error).__name__}: {error})"
             ) from None
-        if digest != _digest_of(content):
+        if digest != _digest_of(content) or not index._is_sound():
             raise ValueError(f"{folder / INDEX} is not as it was written: use another checkpoint")
         return index
+
+    def _is_sound(self) -> bool:
+        """Whether every field is of its type."""
+        digests = self.digests if isinstance(self.digests, list) else [None]
+        return (
+            all(isinstance(text, str) for text in (self.schedule, self.owner, *digests))
+            and type(self.batch) is int
+            and self.batch >= 0
+            and (self.seed is None or type(self.seed) is int)
+            and isinstance(self.asynchronous, bool)
+        )
 
     def check_fits(self, folder: Path, schedule: Schedule, endless: bool) -> None:
         """ValueError if the schedule, or what `endless` goes on as it, cannot go on from this."""
@@ -80,29 +92,21 @@ class Index:
         return own.part(0, both) == schedule.part(0, both)
 
 
-def write_index(folder: Path, schedule: Schedule, done: int, seed: int | None) -> None:
+def write_index(folder: Path, schedule: Schedule, done: int, seed: int | None, owner: str) -> None:
     """Describe the stages' files in `folder`, after `done` batches."""
-    # The digests tie the files together: one of another checkpoint is found out.
-    index = Index(
-        done,
-        seed,
-        schedule.asynchronous,
-        schedule.to_csv(),
-        [_digest(_file(folder, s)) for s in range(schedule.stages)],
-    )
-    content = asdict(index)
-    content["digest"] = _digest_of(content)
-    (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
+    with writing(folder):
+        # The digests tie the files together: one of another checkpoint is found out.
+        digests = [_digest(_file(folder, s)) for s in range(schedule.stages)]
+        index = Index(done, seed, schedule.asynchronous, schedule.to_csv(), digests, owner)
+        content = asdict(index)
+        content["digest"] = _digest_of(content)
+        (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def save_stage(folder: Path, stage: int, state: StageState) -> None:
     """Write a stage's file. OSError where that is not possible, ValueError as `packed`."""
-    path = _file(folder, stage)
-    try:
-        path.write_bytes(packed(stage, state))
-    except OSError as error:  # in a draft, whose name says nothing to the caller
-        target = folder.with_name(folder.name.removeprefix(".").removesuffix(".draft"))
-        raise OSError(error.errno, f"{target} could not be written: {error.strerror}") from None
+    with writing(folder):
+        _file(folder, stage).write_bytes(packed(stage, state))
 
 
 def packed(stage: int, state: StageState) -> bytes:
@@ -127,14 +131,31 @@ def load_stage(folder: Path, stage: int, index: Index) -> StageState:
     """Read a stage's file. ValueError if it is not as it was written."""
     path = _file(folder, stage)
     try:
+        if path.exists() and not path.is_file():  # a pipe, say, which would be waited for
+            raise ValueError("it is not a file")
         # Before anything in it is unpickled.
         if _digest(path) != index.digests[stage]:
             raise ValueError("its content was changed")
         state = StageState(**torch.load(path, weights_only=True))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): use another checkpoint") from None
+        if not _is_sound(state):
+            raise ValueError("it is not a stage's state")
+    except Exception as error:  # whatever torch.load, and what its result is taken for, fail with
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} cannot be read ({reason}): use another checkpoint") from None
     state.origin = str(folder)
     return state
+
+
+def _is_sound(state: StageState) -> bool:
+    """Whether its fields are of their types; another error where one is not even alike."""
+    tensors = [state.buffers, *state.weights.values()]
+    tables = [state.weights, state.optimizer, *state.optimizer.values()]
+    return (
+        {*map(type, state.weights)} == {int}
+        and all(isinstance(t, Tensor) for of in tensors for t in of.values())
+        and all(isinstance(of, dict) for of in tables + state.groups + state.schedulers)
+        and isinstance(state.kinds, list)
+    )
 
 
 def states_for(
@@ -157,6 +178,13 @@ def states_for(
                     f"weight {name} of stage {s} is {here} in the model and {there} in {folder}: "
                     "give the same model"
                 )
+        parts = dict(stages[s].named_modules())
+        for name in state.buffers:
+            if name.rpartition(".")[0] not in parts:
+                raise ValueError(
+                    f"buffer {name} of stage {s} is in {folder}, and the model has no place for "
+                    "it: give the same model"
+                )
     return states
 
 
@@ -164,25 +192,6 @@ def _kind_of(tensor: Tensor | None) -> str:
     if tensor is None:
         return "missing"
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-@contextmanager
-def draft_of(folder: Path, first: bool = True) -> Iterator[Path]:
-    """A place for ranks to write to: the folder, once all have; nothing is left if one fails.
-
-    first  whether this rank is the one that makes it the folder
-    """
-    # Renaming is one step: a folder is a whole checkpoint, or is not there.
-    draft = folder.with_name(f".{folder.name}.draft")
-    draft.mkdir(parents=True, exist_ok=True)
-    try:
-        yield draft
-        if first:
-            # An empty folder of that name is replaced, too.
-            draft.replace(folder)
-    except BaseException:  # on any rank: then no other can complete it
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def _digest(path: Path) -> str:
@@ -220,18 +229,15 @@ def write_dump(
             for i, leaf in enumerate(pytree.tree_leaves(tree)):
                 if isinstance(leaf, Tensor):
                     of_batch[f"{side}.{i}"] = leaf
-    try:
-        with draft_of(folder) as draft:
-            _save_tensors([stage.state_dict() for stage in stages], draft / "initial.safetensors")
-            _save_tensors(data, draft / "batches.safetensors")
-            for t in range(schedule.updates):
-                after = [of_stage[t].weights for of_stage in steps]
-                _save_tensors(after, draft / f"update_{t}.safetensors")
-            # What is not a tensor goes beside them, as text.
-            (draft / "schedule.csv").write_text(schedule.to_csv())
-            (draft / "losses.json").write_text(json.dumps(losses))
-    except OSError as error:
-        raise OSError(error.errno, f"{folder} could not be written: {error.strerror}") from None
+    with draft_of(folder) as draft, writing(draft):
+        _save_tensors([stage.state_dict() for stage in stages], draft / "initial.safetensors")
+        _save_tensors(data, draft / "batches.safetensors")
+        for t in range(schedule.updates):
+            after = [of_stage[t].weights for of_stage in steps]
+            _save_tensors(after, draft / f"update_{t}.safetensors")
+        # What is not a tensor goes beside them, as text.
+        (draft / "schedule.csv").write_text(schedule.to_csv())
+        (draft / "losses.json").write_text(json.dumps(losses))
 
 
 def _save_tensors(parts: Sequence[dict[str, Tensor]], path: Path) -> None:

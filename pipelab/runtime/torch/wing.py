@@ -6,12 +6,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch._dynamo  # the first optimizer would load it: a second that Ctrl-C must not break off
 from torch import nn
 
-from pipelab.runtime.prepare import Options
+from pipelab.runtime.drafts import draft_of
+from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.session import Wing
 from pipelab.runtime.stage import Recipe, Step
 from pipelab.runtime.threads import Threads
@@ -111,6 +113,14 @@ class TorchWing(Wing):
             self.seed = find_seed(stages, seed)
         if index and options.resume:
             self.start = checkpoint.states_for(Path(options.resume), index, stages, self._here())
+            read = [] if options.endless else Segment(schedule, 0, index.batch).later()
+            for s, versions in enumerate(read):
+                lost = versions - {*self.start[s].weights} if s in self.start else ()
+                if lost:
+                    raise ValueError(
+                        f"{options.resume} is after batch {index.batch} and has no version "
+                        f"{min(lost)} of the weights of stage {s}: use another checkpoint"
+                    )
 
     @classmethod
     def context(cls) -> AbstractContextManager:
@@ -164,13 +174,19 @@ class TorchWing(Wing):
             yield None
             return
         check_saved(self.stages)
-        self.launcher.share(None, "save", early=True)  # all have left an earlier draft
+        # All ranks write to the draft that the first one names.
+        own = f"{self.owner}{uuid4().hex[:8]}"
+        token, *_ = self.launcher.share(own, "save", early=True)
         first = self.launcher.first
-        with checkpoint.draft_of(folder, first) as draft:
+        with draft_of(folder, first, token) as draft:
             yield draft
             if first:
-                checkpoint.write_index(draft, self.schedule, done, self.seed)
+                checkpoint.write_index(draft, self.schedule, done, self.seed, self.owner)
         self.launcher.from_first(lambda: None, "save")  # all ranks may read it from now on
+
+    @classmethod
+    def index(cls, folder: Path) -> Index:
+        return Index.read(folder)
 
     def saved(self, folder: Path) -> list[StageState]:
         # From the files, so that what is judged is what was written.

@@ -1,7 +1,9 @@
 """What a checkpoint can hold: all of it can be read back, or it is refused before the training."""
 
+import json
 import math
 import os
+import shutil
 import warnings
 from collections import deque
 from functools import partial
@@ -14,6 +16,7 @@ from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as rates
 
 from pipelab import make, run
+from pipelab.runtime.torch import checkpoint
 from tests.runtime.test_run import batches, stages
 
 
@@ -122,6 +125,102 @@ def test_a_run_that_cannot_be_saved_is_in_the_error(optimizer, said, backend, tm
     assert found.losses == expected.losses
     for a, b in zip(found.weights, expected.weights, strict=True):
         assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+# ---- damaged ones
+
+ARGUMENTS = make("pipedream", 2, 2, batches=4), stages(2), batches(4), F.mse_loss, Adam
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written") / "saved"
+    run(*ARGUMENTS, save=folder, stop=2, check=False)
+    return folder
+
+
+@pytest.fixture
+def saved(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "saved")
+
+
+def refuse(saved, message):
+    with pytest.raises(ValueError, match=message):
+        run(*ARGUMENTS, resume=saved, check=False)
+
+
+def rewrite(saved, **fields):
+    """Put these into the index, as if they had been written so."""
+    content = json.loads((saved / checkpoint.INDEX).read_text()) | fields
+    del content["digest"]
+    content["digest"] = checkpoint._digest_of(content)
+    (saved / checkpoint.INDEX).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", "[" * 100_000, "\xff"])
+def test_an_index_that_is_none_is_one_error(text, saved):
+    (saved / checkpoint.INDEX).write_text(text, encoding="latin-1")
+    refuse(saved, "saved holds no checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(({"batch": batch}, "is not as it was written") for batch in ("2", -1, True, 1.5)),
+        *(({"digests": of}, "is not as it was written") for of in (None, 5, [1, 2])),
+        ({"seed": "x"}, "is not as it was written"),
+        ({"schedule": 5}, "is not as it was written"),
+        ({"asynchronous": "no"}, "is not as it was written"),
+        ({"batch": 1}, "is after batch 1 and has no version 1 of the weights of stage 0"),
+        ({"batch": 9}, "is after batch 9 of 4: there is nothing left to do"),
+        ({"digests": []}, "is of 0 stages, and the model has 2"),
+    ],
+)
+def test_an_index_of_wrong_values_is_one_error(fields, message, saved):
+    # Was: TypeError, IndexError, and a KeyError in the middle of the training.
+    rewrite(saved, **fields)
+    refuse(saved, message)
+
+
+@pytest.mark.parametrize("goal", ["stage_000.pt", "nowhere", "stage_001.pt", ".", "/dev/zero"])
+def test_a_stage_that_is_a_link_is_read_or_one_error(goal, saved):
+    # Was: /dev/zero was read for ever.
+    path = saved / "stage_001.pt"
+    path.rename(saved / "moved.pt")
+    path.symlink_to(goal)
+    refuse(saved, "stage_001.pt cannot be read ")
+    path.unlink()
+    path.symlink_to("moved.pt")
+    assert len(run(*ARGUMENTS, resume=saved, check=False).losses) == 2
+
+
+TENSOR = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"text", [1], {}),
+        *({"weights": weights} for weights in ({}, [1], {"a": {}}, {4: 5}, {4: {"0.weight": 5}})),
+        *({field: 5} for field in ("buffers", "optimizer", "groups", "schedulers", "kinds")),
+        *({"optimizer": {"0.weight": 5}}, {"groups": [5]}, {"buffers": {"no.such": TENSOR}}),
+        {"weights": {100: {"0.weight": TENSOR}}},
+    ],
+    ids=str,
+)
+def test_a_stage_of_wrong_values_is_one_error(content, saved):
+    # Was: whatever Python or torch said, some of it in the middle of the training.
+    path = saved / "stage_001.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        state = torch.load(path, weights_only=True)
+        torch.save(state | content if content and isinstance(content, dict) else content, path)
+    rewrite(saved, digests=[checkpoint._digest(saved / f"stage_00{s}.pt") for s in range(2)])
+    refuse(saved, "stage_001.pt cannot be read|of stage 1")
+
+
+# ---- optimizers of then and now
 
 
 @pytest.mark.parametrize("decay", [None, 0.5])

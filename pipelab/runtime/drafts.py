@@ -1,0 +1,53 @@
+"""Folders that are written whole or not at all, and never over anything that was there."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+
+@contextmanager
+def draft_of(folder: Path, first: bool = True, token: str = "") -> Iterator[Path]:
+    """A place for ranks to write to: the folder, once all have; nothing is left if one fails.
+
+    first  whether this rank is the one that makes it the folder
+    token  makes the place this save's alone; the same for all of its ranks
+    """
+    draft = folder.with_name(f".{folder.name}.{token or uuid4().hex[:8]}.draft")
+    with made(draft.parent):
+        try:
+            with writing(draft):
+                draft.mkdir(exist_ok=True)
+            yield draft
+            if first:
+                # Renaming is one step: a folder is a whole checkpoint, or is not there. An empty
+                # folder of that name is replaced; one that another process has filled is not.
+                with writing(draft):
+                    draft.replace(folder)
+        except BaseException:  # on any rank: then no other can complete it
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """The folder, with those above it; of those that were missing the empty ones go afterwards."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+
+
+@contextmanager
+def writing(draft: Path) -> Iterator[None]:
+    """A context whose OSError names what the draft is of: its own name says nothing to a caller."""
+    try:
+        yield
+    except OSError as error:
+        target = draft.with_name(draft.name[1:].rsplit(".", 2)[0])
+        raise OSError(error.errno, f"{target} could not be written: {error.strerror}") from None

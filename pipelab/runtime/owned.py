@@ -1,0 +1,181 @@
+"""A training's folder: its losses, its checkpoints, and nothing of anybody else's touched."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+from uuid import uuid4
+
+from pipelab.runtime.drafts import made
+
+LOSSES = "losses.json"
+LOCK, DRAFT = ".pipelab.lock", ".pipelab-losses.draft"
+
+
+class TrainingFolder(AbstractContextManager):
+    """The folder of a training, which one process at a time has.
+
+    It removes only what this training wrote: checkpoints whose index names it as their owner, and
+    drafts that have its name in theirs. Links are left alone.
+
+    losses  one per batch that is done
+    owner   the training's name in its record
+    """
+
+    def __init__(self, folder: Path, name: str, index: Callable[[Path], Any]) -> None:
+        """`index` reads a checkpoint's, or raises ValueError."""
+        self.folder, self.name, self._index = folder, name, index
+        self.losses: list[float] = []
+        self.owner = uuid4().hex
+        self._held = ExitStack()
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    @property
+    def last(self) -> Path | None:
+        """The checkpoint that the losses lead to."""
+        return self.checkpoint(len(self.losses)) if self.losses else None
+
+    def checkpoint(self, done: int) -> Path:
+        return self.folder / f"step_{done:06}"
+
+    def take(self) -> None:
+        """Take the folder and read its record. ValueError where another process has it."""
+        self._held.enter_context(made(self.folder))
+        self._held.enter_context(_locked(self.folder / LOCK))
+        file = self.folder / LOSSES
+        if not os.path.lexists(file):
+            return
+        try:
+            found = json.loads(file.read_text())
+            name, losses = found["name"], list(map(float, found["losses"]))
+            owner = found.get("owner", self.owner)
+            if not re.fullmatch("[0-9a-f]{32}", owner):
+                raise ValueError(f"owner {owner!r}")
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise ValueError(
+                f"{file} is not the record of a training ({type(error).__name__}: {error}): move "
+                "it, or name another folder"
+            ) from None
+        if losses and name != self.name:
+            raise ValueError(
+                f"{self.folder} holds another training ({name}), not {self.name}: name another "
+                "folder"
+            )
+        self.losses, self.owner = losses, owner
+
+    def check_free(self, ends: Iterable[int]) -> None:
+        """ValueError where a checkpoint after one of so many batches would replace another's."""
+        for path in map(self.checkpoint, ends):
+            if os.path.lexists(path) and not self._owns(path):
+                raise ValueError(
+                    f"{path} is not a checkpoint of this training, which would write one there: "
+                    "move it, or name another folder"
+                )
+
+    def begin(self) -> None:
+        """Write the record, and remove what this training has left when it was killed."""
+        if not self.losses:
+            self._held.callback(self._forget)
+        self._record()
+        for draft in self.folder.glob(f".*.{self.owner}*.draft"):
+            shutil.rmtree(draft)
+        for draft in self.folder.glob(".step_*.draft"):  # of older versions, which named no owner
+            with suppress(OSError):
+                draft.rmdir()
+        self._keep_last()
+
+    def keep(self) -> None:
+        """Record the losses, whose checkpoint is there, and remove the one before."""
+        self._record()
+        self._keep_last()
+
+    def _record(self) -> None:
+        # One step: a kill leaves either the old losses, with their checkpoint, or the new.
+        content = {"name": self.name, "owner": self.owner, "losses": self.losses}
+        draft = self.folder / DRAFT
+        try:
+            draft.unlink(missing_ok=True)
+            draft.write_text(json.dumps(content))
+            draft.replace(self.folder / LOSSES)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            problem = f"{self.folder / LOSSES} could not be written: {error.strerror}"
+            raise OSError(error.errno, problem) from None
+
+    def _keep_last(self) -> None:
+        for path in self.folder.glob("step_*"):
+            if path != self.last and self._owns(path):
+                # A draft first: if this is killed meanwhile, the next one knows what is left.
+                draft = path.with_name(f".{path.name}.{self.owner}.draft")
+                shutil.rmtree(path.replace(draft))
+
+    def _owns(self, path: Path) -> bool:
+        try:
+            index = self._index(path)
+        except ValueError:
+            return False
+        # A copy that the caller has made has another name.
+        own = index.owner == self.owner and path == self.checkpoint(index.batch)
+        return own and not path.is_symlink()
+
+    def _forget(self) -> None:
+        """Remove the record if it holds nothing."""
+        if not self.losses:
+            (self.folder / LOSSES).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock, which says who has it, is there as long as this process has it."""
+    with _taken(path) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {gethostname()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _taken(path: Path) -> Any:
+    """The lock's file. ValueError if another process has it; the kernel frees a dead one's."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    while True:
+        file = open(path, "a+", opener=opener)  # noqa: SIM115 (closed by who has it)
+        file.seek(0)
+        owner = file.read()
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except OSError as error:
+            held = isinstance(error, BlockingIOError)
+            # Where the file system has no locks, only the file itself tells.
+            if held or owner:
+                file.close()
+                dead = "" if held else f" (if it has ended, remove {path})"
+                raise ValueError(
+                    f"{path.parent} is used by another training, {owner or 'which has just begun'}"
+                    f"{dead}: wait for it, stop it, or name another folder"
+                ) from None
+        # Its owner may have removed it just before.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()
