@@ -37,6 +37,7 @@ def run(
     pace: float | None = None,
     costs: Costs | None = None,
     check: bool | str = True,
+    reference: str = "batches",
     tolerance: float | None = None,
     dump: str | Path | None = None,
     save: str | Path | None = None,
@@ -87,6 +88,10 @@ def run(
     check      compare every loss, gradient and weight with a reference on one device, in float64;
                that takes three to four times as long as the training itself on one device. "quick":
                with one in the run's own precision. False: not at all
+    reference  what it computes at once where the update rule allows it: whole "batches", as on one
+               device, or "microbatches", as the run does. That is for a loss or a stage that
+               couples samples on purpose (load balancing, a batch norm of one's own): it trains
+               another model if the batch is cut
     tolerance  how many times further from the reference than rounding explains a tensor may be;
                default 3
     dump       a new or empty folder for the initial weights, the batches and the weights after
@@ -102,7 +107,7 @@ def run(
     `Trainer` does the same batch by batch, without an end.
 
     Layers that normalize over a batch (BatchNorm) see micro-batches: that trains another model than
-    whole batches do, and the reference follows it.
+    whole batches do, and the reference follows it without being told.
 
     With jax there are no replicas, no autocast (choose the parameters' type), no tied weights, no
     dumps and no checkpoints.
@@ -131,6 +136,7 @@ def evaluate(
     devices: str | Sequence[Any] | None = None,
     autocast: Any = None,
     check: bool | str = True,
+    reference: str = "batches",
     tolerance: float | None = None,
     timeout: float = 60.0,
 ) -> Run:
