@@ -56,8 +56,8 @@ def as_pair(batch: Any, number: int, trees: Trees) -> Any:
             *given, last = (f"b[{key!r}]" for key in (*inputs, "labels")[: max(2, len(inputs))])
             raise ValueError(
                 f"batch {number} is a {type(batch).__name__} of {', '.join(map(str, inputs))}, and "
-                "no pair: give (input, target), such as by "
-                f"((({', '.join(given)},), {last}) for b in loader); or name the target 'labels'"
+                f"no pair: give (input, target), such as (({', '.join(given)}), {last}) for b in "
+                "loader; or name the target 'labels'"
             )
         batch = inputs, inputs.pop("labels")
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:

@@ -52,7 +52,8 @@ def run(
                flush). Each module trains or evaluates as its `training` says. For jax: nnx modules,
                or pairs of a linen module or a function (parameters, x) -> y and its parameters
     batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into
-               micro-batches along dimension 0; sizes may be uneven. Any sequence: on several
+               micro-batches along dimension 0; sizes may be uneven. Of a mapping, such as Hugging
+               Face's loaders give, the "labels" are the target. Any sequence: on several
                machines only ranks with the first or the last stage, and rank 0 for the check, read
                it (with jax all do the first batch)
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the

@@ -136,6 +136,9 @@ class Trainer(AbstractContextManager):
 
         They are read when the pipeline needs them: the next one is under way while one is yielded.
         It is trained, too, if the loop is left; the next `fit` yields it.
+
+        A batch with fewer samples than micro-batches has fewer of these, and an empty pipeline
+        before and after it. If the schedule updates within a batch, it is left out with a warning.
         """
         if steps is not None and not (hasattr(steps, "__index__") and steps >= 0):
             raise ValueError(f"steps={steps!r}: give a whole number, or None for all batches")

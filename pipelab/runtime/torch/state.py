@@ -42,15 +42,15 @@ def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
     try:
         copies = copy.deepcopy(originals)
     except RuntimeError:
-        # It refuses results with a graph that an earlier forward has left, such as the weight of
-        # weight_norm: the next one computes them again.
-        left = {
+        # It refuses what an earlier forward has left with its graph, such as weight_norm's weight,
+        # which the next one computes again, and matrices in CSR.
+        others = {
             id(leaf): leaf.detach().clone()
             for part in originals.modules()
             for leaf in pytree.tree_leaves(vars(part))
-            if isinstance(leaf, Tensor) and not leaf.is_leaf
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
         }
-        copies = copy.deepcopy(originals, left)
+        copies = copy.deepcopy(originals, others)
     # deepcopy forgets them; optimizers may look at them.
     for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
         vars(q).update(vars(p))
@@ -259,8 +259,9 @@ def _check_weights(made: Any, optimizer: Any, weights: Sequence[Tensor]) -> None
 def _check_step(made: Any) -> None:
     """ValueError for a step that needs what no update has, such as a closure or a metric."""
     try:
-        parameters = signature(made.step).parameters.values()
-    except (TypeError, ValueError):  # no function of Python's
+        # Of the class: schedulers put a function that hides it into the optimizer.
+        _, *parameters = signature(type(made).step).parameters.values()
+    except (AttributeError, TypeError, ValueError):  # no function of Python's
         return
     for p in parameters:
         if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD:
