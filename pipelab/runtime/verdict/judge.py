@@ -94,7 +94,7 @@ def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:
     rule, of_table = reading_of(segment.whole, replicas)
     rest = of_table[segment.first_update :]
     # Those of a short batch are fewer, and all read alike.
-    size = segment.table.per_update * replicas
+    size = segment.pieces * replicas or None
     return rule, [[[v + segment.before_table for v in r] for r in of[:size]] for of in rest]
 
 
