@@ -81,7 +81,8 @@ class JaxWing(Wing):
         check_optimizer(optimizer, self.parts)
 
     def look_at(self, batches: Sequence[Any]) -> None:
-        pieces = cut_batch(batches[0], self.schedule.microbatches, 0, TREES)
+        count = min(self.schedule.microbatches, samples_of(batches[0], TREES))
+        pieces = cut_batch(batches[0], count, 0, TREES)
         self.shapes = _shapes(self.parts, pieces, self.seed is not None)
 
     def digests(self, recipe: Recipe) -> dict[str, str | None]:

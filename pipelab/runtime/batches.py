@@ -44,15 +44,34 @@ class Trees(NamedTuple):
         return sha256("\n".join(found).encode()).hexdigest()
 
 
+def as_pair(batch: Any, number: int, trees: Trees) -> Any:
+    """A batch as (input, target), with dicts for other mappings; ValueError for what is none.
+
+    The "labels" of a mapping are the target, as a Hugging Face data loader means them, and all else
+    is the input. `number` is the batch's, for the message.
+    """
+    if isinstance(batch, Mapping):
+        inputs = dict(batch)
+        if "labels" not in inputs:
+            *given, last = (f"b[{key!r}]" for key in (*inputs, "labels")[: max(2, len(inputs))])
+            raise ValueError(
+                f"batch {number} is a {type(batch).__name__} of {', '.join(map(str, inputs))}, and "
+                f"no pair: give (input, target), such as (({', '.join(given)}), {last}) for b in "
+                "loader; or name the target 'labels'"
+            )
+        batch = inputs, inputs.pop("labels")
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(f"batch {number} is no pair: give (input, target)")
+    return trees.map(lambda x: dict(x) if isinstance(x, Mapping) else x, tuple(batch))
+
+
 def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[Any, Any]]:
     """A batch (input, target) in `pieces` parts, every array cut at the same places.
 
     Arrays without an axis and other leaves are in every part. ValueError if the arrays differ in
     their number of samples, or have fewer than parts; `number` is the batch's, for the message.
     """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(f"batch {number} is no pair: give (input, target)")
-    leaves, spec = trees.flatten(tuple(batch))
+    leaves, spec = trees.flatten(as_pair(batch, number, trees))
     check_leaves(leaves, f"batch {number}")
     # [1] all arrays have to be cut at the same samples
     sizes = {len(leaf) for leaf in leaves if _cuttable(leaf)}
@@ -64,13 +83,20 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
     if (samples := sizes.pop()) < pieces:
         raise ValueError(
             f"batch {number} has {samples} samples for {pieces} micro-batches: "
-            "give at least one each"
+            "give at least one each, leave it out (a DataLoader's drop_last=True), or train by a "
+            "Trainer with a flush, which cuts a short batch into fewer"
         )
     # [2] as numpy and torch split what does not divide: sizes differ by one at most
     parts = []
     for numbers in np.array_split(np.arange(samples), pieces):  # the first ones are larger
         place = slice(int(numbers[0]), int(numbers[-1]) + 1)
-        part = [leaf[place] if _cuttable(leaf) else leaf for leaf in leaves]
+        try:
+            part = [leaf[place] if _cuttable(leaf) else leaf for leaf in leaves]
+        except Exception as error:  # such as of a sparse tensor
+            raise ValueError(
+                f"batch {number} holds what cannot be cut along its first dimension: give dense "
+                "arrays"
+            ) from error
         parts.append(trees.unflatten(part, spec))
     return parts
 
@@ -116,7 +142,8 @@ class Data(Sequence):
 
     def __getitem__(self, b: Any) -> Any:
         if b not in self._kept:
-            batch = self._batches[self.numbers[b]]
+            number = self.numbers[b]
+            batch = as_pair(self._batches[number], number, self.trees)
             self._kept[b] = self.trees.map(self.trees.copy, batch)
         return self._kept[b]
 

@@ -68,10 +68,10 @@ class Endless:
         numbers = range((batch + 1) * m, (batch + 2 + self.staleness) * m)
         return [{self.version(s, k) for k in numbers} for s in range(self.table.stages)]
 
-    def segment(self, batch: int) -> Segment:
-        """One batch, from an empty pipeline to an empty pipeline."""
+    def segment(self, batch: int, pieces: int = 0) -> Segment:
+        """One batch, from an empty pipeline to an empty pipeline; `pieces` as in `Segment`."""
         at = min(batch, self.steady)
-        return Segment(self.table, at, at + 1, batch - at, self.later(batch))
+        return Segment(self.table, at, at + 1, batch - at, self.later(batch), pieces)
 
     # ---- of the table
 

@@ -17,6 +17,9 @@ from pipelab.runtime.stage import Feed, MicroBatch
 from pipelab.runtime.worker import Pace
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
+from pipelab.table.transform import fewer
+
+REFERENCES = ("batches", "microbatches")
 
 
 class Options(SimpleNamespace):
@@ -37,6 +40,7 @@ class Options(SimpleNamespace):
         for name, fits, remedy in (
             ("replicas", self.replicas >= 1, "a whole number of at least 1"),
             ("check", self.check in (True, False, "quick"), "True, False or 'quick'"),
+            ("reference", self.reference in REFERENCES, f"one of {', '.join(REFERENCES)}"),
             ("seed", (self.seed or 0) >= 0, "a whole number of at least 0"),
             ("pace", _above(0, self.pace), "the seconds of one cost unit, such as 0.005"),
             ("timeout", _above(0, self.timeout), "seconds, a number above 0"),
@@ -68,6 +72,7 @@ class Segment:
     begun   batches of the table that are done before; `end` afterwards
     before  batches of the training before the table's: see `Endless`
     kept    per stage, the versions that later batches read; None where the table has all of these
+    pieces  micro-batches of its one batch, which may be too short for the table's; 0: the table's
     """
 
     whole: Schedule
@@ -75,12 +80,14 @@ class Segment:
     end: int
     before: int = 0
     kept: Sequence[Collection[int]] | None = None
+    pieces: int = 0
 
     @cached_property
     def table(self) -> Schedule:
         """The table that is run, numbered from 0."""
         entire = (self.begun, self.end) == (0, self.whole.batches)
-        return self.whole if entire else self.whole.part(self.begun, self.end)
+        table = self.whole if entire else self.whole.part(self.begun, self.end)
+        return fewer(table, self.pieces) if 0 < self.pieces < table.microbatches else table
 
     @property
     def batches(self) -> range:
@@ -107,7 +114,7 @@ class Segment:
         """The table, numbered through the training."""
         first, updates = self.batches.start * self.whole.microbatches, self.updates_before
         rows = [moved(row, first, updates) for row in self.table.rows]
-        return Part(rows, self.version, self.kept or self.later())
+        return Part(rows, self.version, self.kept or self.later(), self.table.microbatches)
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
@@ -205,11 +212,13 @@ class Part(NamedTuple):
     rows     actions
     version  (stage, micro-batch) -> the weight version that it reads
     later    per stage, the versions that data after these read
+    pieces   micro-batches of each batch, which may be fewer than the numbers that it has
     """
 
     rows: Sequence[Sequence[Action]]
     version: Callable[[int, int], int]
     later: Sequence[Collection[int]]
+    pieces: int
 
 
 def feeds_of(
@@ -224,12 +233,12 @@ def feeds_of(
     unit: int,
 ) -> dict[int, Feed]:
     """The feeds of a row's stages for these data; only the ends of the model read them."""
-    m, last = table.microbatches, table.stages - 1
-    every = range(data.numbers.start * m, data.numbers.stop * m)
+    m, last, count = table.microbatches, table.stages - 1, part.pieces
+    every = [b * m + k for b in data.numbers for k in range(count)]
     own = [s for s, d in enumerate(table.placement) if d == row]
     pieces: list[tuple[Any, Any]] = []
     if {0, last} & {*own}:
-        pieces = data.pieces(m * replicas, slice(replica * m, (replica + 1) * m))
+        pieces = data.pieces(count * replicas, slice(replica * count, (replica + 1) * count))
 
     def given(s: int, i: int, k: int) -> MicroBatch:
         x, y = pieces[i] if pieces else (None, None)

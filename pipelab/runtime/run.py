@@ -36,6 +36,7 @@ def run(
     pace: float | None = None,
     costs: Costs | None = None,
     check: bool | str = True,
+    reference: str = "batches",
     tolerance: float | None = None,
     dump: str | Path | None = None,
     save: str | Path | None = None,
@@ -50,7 +51,8 @@ def run(
                flush). Each module trains or evaluates as its `training` says. For jax: nnx modules,
                or pairs of a linen module or a function (parameters, x) -> y and its parameters
     batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into
-               micro-batches along dimension 0; sizes may be uneven. Any sequence: on several
+               micro-batches along dimension 0; sizes may be uneven. Of a mapping, such as Hugging
+               Face's loaders give, the "labels" are the target. Any sequence: on several
                machines only ranks with the first or the last stage, and rank 0 for the check, read
                it (with jax all do the first batch)
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the
@@ -86,6 +88,10 @@ def run(
     check      compare every loss, gradient and weight with a reference on one device, in float64;
                that takes three to four times as long as the training itself on one device. "quick":
                with one in the run's own precision. False: not at all
+    reference  what it computes at once where the update rule allows it: whole "batches", as on one
+               device, or "microbatches", as the run does. That is for a loss or a stage that
+               couples samples on purpose (load balancing, a batch norm of one's own): it trains
+               another model if the batch is cut
     tolerance  how many times further from the reference than rounding explains a tensor may be;
                default 3
     dump       a new or empty folder for the initial weights, the batches and the weights after
@@ -101,7 +107,7 @@ def run(
     `Trainer` does the same batch by batch, without an end.
 
     Layers that normalize over a batch (BatchNorm) see micro-batches: that trains another model than
-    whole batches do, and the reference follows it.
+    whole batches do, and the reference follows it without being told.
 
     With jax there are no replicas, no autocast (choose the parameters' type), no tied weights, no
     dumps and no checkpoints.
@@ -130,6 +136,7 @@ def evaluate(
     devices: str | Sequence[Any] | None = None,
     autocast: Any = None,
     check: bool | str = True,
+    reference: str = "batches",
     tolerance: float | None = None,
     timeout: float = 60.0,
 ) -> Run:

@@ -95,6 +95,9 @@ class Wing(ABC):
     def check_optimizer(self, optimizer: Any) -> None:  # noqa: B027
         """Refuse one that cannot step each stage alone, if the library can tell."""
 
+    def check_caller(self) -> None:  # noqa: B027
+        """Refuse a caller's context that is another one than the training was made for."""
+
     def look_at(self, batches: Sequence[Any]) -> None:  # noqa: B027
         """A look at the data, for what the jobs need to know beforehand."""
 
@@ -243,7 +246,7 @@ class Session(AbstractContextManager):
                     if table.training:
                         self.done = segment.batches.stop
                     paced = self.options.pace is not None
-                    first = segment.batches.start * table.microbatches
+                    first = segment.batches.start * segment.whole.microbatches
                     result = result_of(table, outcomes, replicas, first, paced)
                     # A rank that could not write its part keeps its outcome: the run is not lost.
                     for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
@@ -288,6 +291,7 @@ class Session(AbstractContextManager):
                     wing.arithmetic(self.recipe, wide, segment.updates_before, states), self.recipe
                 ),
                 divided=seed is not None or wing.depends_on_cut(),
+                by_microbatches=self.options.reference == "microbatches",
                 seed=seed,
                 tolerance=self.options.tolerance,
                 quick=check == "quick" or (seed is not None and not wing.draws_alike),
@@ -307,7 +311,7 @@ class Session(AbstractContextManager):
         """
         replicas, schedule = self.options.replicas, self.schedule
         if self.reads and not self.unit:
-            self.unit = unit_of(data, schedule.microbatches * replicas)
+            self.unit = unit_of(data, part.pieces * replicas)
         orders = []
         for row, replica in self.ranks:
             feeds = feeds_of(

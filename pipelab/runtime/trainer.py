@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelab.predict.costs import Recompute
-from pipelab.runtime.batches import Data, mean_losses
+from pipelab.runtime.batches import Data, as_pair, mean_losses, samples_of
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.prepare import Options, Part, Segment
@@ -81,6 +81,7 @@ class Trainer(AbstractContextManager):
         seed: int | None = None,
         finite: bool = True,
         check: bool | int | str = "first",
+        reference: str = "batches",
         tolerance: float | None = None,
         resume: str | Path | None = None,
         timeout: float = 60.0,
@@ -136,6 +137,9 @@ class Trainer(AbstractContextManager):
 
         They are read when the pipeline needs them: the next one is under way while one is yielded.
         It is trained, too, if the loop is left; the next `fit` yields it.
+
+        A batch with fewer samples than micro-batches has fewer of these, and an empty pipeline
+        before and after it. If the schedule updates within a batch, it is left out with a warning.
         """
         if steps is not None and not (hasattr(steps, "__index__") and steps >= 0):
             raise ValueError(f"steps={steps!r}: give a whole number, or None for all batches")
@@ -144,12 +148,13 @@ class Trainer(AbstractContextManager):
             # [1] one batch more than the pipeline needs is under way
             while more and not self._ready and len(self._under_way) < 2 + self._endless.ahead:
                 more = left is None or left > 0
-                batch = self._next(iterator, "fit") if more else END
+                batch, pieces = self._next(iterator, "fit") if more else (END, 0)
                 more = batch is not END
                 if more:
                     left = left and left - 1
-                    with self._whole():
-                        self._train_on(batch)
+                    if not self._is_too_short(pieces):
+                        with self._whole():
+                            self._train_on(batch, pieces)
                     del batch
             # [2] until the next one is through
             with self._whole():
@@ -167,14 +172,16 @@ class Trainer(AbstractContextManager):
         with self._whole():
             self._empty()
         table = self._endless.table.part(0, 1).forward_only()
-        segment = Segment(table, 0, 1, self.number)
         losses: list[float] = []
         iterator = iter(batches)
-        while (batch := self._next(iterator, "evaluate")) is not END:
+        while True:
+            batch, pieces = self._next(iterator, "evaluate")
+            if batch is END:
+                return losses
             with self._whole():
+                segment = Segment(table, 0, 1, self.number, pieces=pieces)
                 run = self._session.run(segment, {self.number: batch}, check=False)
                 losses += run.losses
-        return losses
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint to a new or empty folder, which all ranks see."""
@@ -197,9 +204,10 @@ class Trainer(AbstractContextManager):
 
     # ---- batches
 
-    def _next(self, iterator: Iterator[Any], call: str) -> Any:
-        """The next batch, or END; None where it is not needed here."""
+    def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int]:
+        """The next batch, or END; None where it is not needed here. And its micro-batches."""
         session = self._session
+        session.wing.check_caller()
         looks = session.wing.looks and not session.started
         if self._read and self._read[0] is iterator:  # an interrupt came before it was trained on
             batch = self._read[1]
@@ -208,37 +216,64 @@ class Trainer(AbstractContextManager):
             batch = next(iterator, END) if reads else None
         self._read = iterator, batch
         with self._whole():
-            more, *_ = session.launcher.share(batch is not END, call, early=True)
+            # What process 0 sees counts: others may not read it.
+            known = None if batch is END else self._pieces(batch)
+            pieces, *_ = session.launcher.share(known, call, early=True)
         self._read = None
-        if more and batch is END:
+        if pieces is None:
+            return END, 0
+        if batch is END:
             raise ValueError(
                 f"there is no batch {self.number} here, and one in process 0: give all the same"
             )
-        return batch if more else END
+        return batch, pieces
 
-    def _train_on(self, batch: Any) -> None:
-        number, session = self.number, self._session
+    def _pieces(self, batch: Any) -> int:
+        """How many micro-batches of a replica it has samples for, up to the table's."""
+        most, session = self._endless.table.microbatches, self._session
+        try:
+            pair = as_pair(batch, self.number, session.wing.trees)
+            return min(most, samples_of(pair, session.wing.trees) // session.options.replicas)
+        except (ValueError, StopIteration):  # told when it is cut
+            return most
+
+    def _train_on(self, batch: Any, pieces: int) -> None:
+        number, session, endless = self.number, self._session, self._endless
+        most = endless.table.microbatches
         self._times[number] = time.perf_counter()
-        if self._is_checked(number):
+        checked = self._is_checked(number)
+        if checked or pieces < most:
             self._empty()
             began = time.perf_counter()
-            segment = self._endless.segment(number)
-            run = session.run(segment, {number: batch}, check=True)
-            assert run.check
+            segment = endless.segment(number, pieces)
+            run = session.run(segment, {number: batch}, check=checked)
             self._begun = self._known = session.done
             del self._times[number]
             self._last = time.perf_counter()
-            seconds = self._last - began - run.check.seconds
+            seconds = self._last - began - (run.check.seconds if run.check else 0.0)
             self._ready.append(TrainedBatch(number + 1, run.losses[0], seconds, run.check))
-            if not run.check.passed:
+            if run.check and not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
-        endless = self._endless
         rows = endless.orders(number, self._begun)
-        session.submit(Part(rows, endless.version, endless.later(number)), data)
+        session.submit(Part(rows, endless.version, endless.later(number), most), data)
         session.done += 1
         self._under_way.append(data)
+
+    def _is_too_short(self, pieces: int) -> bool:
+        """Whether a batch with samples for so many micro-batches is left out; tells it if so."""
+        table, first = self._endless.table, self._session.launcher.first
+        by_batch = table.per_update == table.microbatches
+        fits = pieces == table.microbatches or (pieces > 0 and by_batch)
+        if not fits and first:
+            what = f"micro-batches, and {table.name} updates within a batch"
+            warnings.warn(
+                f"batch {self.number} is not trained on: it has fewer samples than "
+                f"{what if pieces else 'replicas'}",
+                stacklevel=3,
+            )
+        return not fits
 
     def _is_checked(self, number: int) -> bool:
         if isinstance(self._every, str) or self._every is False:

@@ -45,6 +45,18 @@ def part(table: AnyTable, first: int, last: int) -> AnyTable:
     return cut if cut.versions == read else replace(cut, versions_read=read)
 
 
+def fewer(table: AnyTable, microbatches: int) -> AnyTable:
+    """A table of one batch and one update with its first micro-batches alone.
+
+    As in `part`, a valid table stays valid.
+    """
+    rows = [
+        [action for action in row if action.kind is Kind.U or action.microbatch < microbatches]
+        for row in table.rows
+    ]
+    return replace(table, rows=rows, microbatches=microbatches, per_update=microbatches)
+
+
 def repeat(table: AnyTable, batches: int) -> AnyTable:
     """A table of one batch with a flush: the same order for each of so many batches."""
     if batches == 1:

@@ -45,6 +45,23 @@ def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check, tmp_path)
     assert [c and c.passed for c in checks] == ([True, None] * 3)[:5] if check else [None] * 5
 
 
+def test_short_batches_and_mappings_with_labels():
+    data = batches(3)
+    short = [tuple(side[:2] for side in data[1]), data[0], tuple(side[:1] for side in data[2])]
+    given = mlp(3, 16), mse, optax.adam(1e-2)
+    options = {"backend": "jax", "check": 1}
+    with Trainer(make("pipedream_flush", 3, 3), *given, **options) as trainer:
+        found = list(trainer.fit(short))
+        evaluated = trainer.evaluate(short)
+    assert [batch.check.passed for batch in found] == [True] * 3 and len(evaluated) == 3
+
+    apply, weights = given[0][0]
+    first = (lambda p, x: apply(p, x["input_ids"])), weights
+    with Trainer(make("gpipe", 3, 3), [first, *given[0][1:]], *given[1:], **options) as trainer:
+        named = [{"input_ids": x, "labels": y} for x, y in short]
+        assert [batch.loss for batch in trainer.fit(named)] == [batch.loss for batch in found]
+
+
 def test_a_loader_that_reuses_its_memory():
     """The next batch is read while one is under way."""
     data, given = batches(10)[:9], (mlp(3, 16), mse, optax.adam(1e-2))

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +49,70 @@ def test_a_batch_that_is_no_pair_is_refused(call, kind):
     data = [first, of_other_length(x, y)[kind]]
     with pytest.raises(ValueError, match=r"batch 1 .*\(input, target\)"):
         call(make("gpipe", 2, 2, batches=2), stages(2), data, F.mse_loss)
+
+
+def test_a_mapping_without_labels_is_told_how_to_be_a_pair():
+    # Was: "is no pair", without its keys.
+    x, y = batches(1)[0]
+    said = (
+        r"batch 0 is a UserDict of ids, mask, y, and no pair: give \(input, target\), such as "
+        r"\(\(b\['ids'\], b\['mask'\]\), b\['y'\]\) for b in loader; or name the target 'labels'"
+    )
+    with pytest.raises(ValueError, match=said):
+        run(
+            make("gpipe", 2, 2),
+            stages(2),
+            [UserDict(ids=x, mask=x, y=y)],
+            F.mse_loss,
+            SGD,
+        )
+
+
+class Masked(nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch["input_ids"]) * batch["attention_mask"]
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "mapping"])
+@pytest.mark.parametrize("call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"])
+def test_a_mapping_with_labels_is_a_pair(call, kind):
+    # Was: "is no pair"; as the input of a pair: "holds a UserDict, whose arrays cannot be found".
+    # A UserDict as transformers' BatchEncoding is one.
+    x, y = batches(1)[0]
+    inputs = {"input_ids": x, "attention_mask": (x > 0).double()}
+    arguments = make("gpipe", 2, 4), [Masked(6, 6, dtype=torch.float64), *stages(1)]
+    expected = call(*arguments, [(inputs, y)], F.mse_loss)
+    for batch in (kind(labels=y, **inputs), (kind(inputs), y)):
+        result = call(*arguments, [batch], F.mse_loss)
+        assert result.check.passed
+        assert result.losses == expected.losses
+    assert "labels" not in inputs
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_tensor_is_refused_where_it_has_to_be_cut_or_sent(layout):
+    # Was: "Could not run 'aten::as_strided'", or "Cannot access storage of SparseTensorImpl".
+    x, y = batches(1)[0]
+    arguments = F.mse_loss, SGD
+    with pytest.raises(ValueError, match=r"batch 0 holds what cannot be cut .*: give dense arrays"):
+        run(make("gpipe", 2, 2), stages(2), [(getattr(x, layout)(), y)], *arguments)
+    modules = [nn.Sequential(*stages(1), Sparse(layout)), *stages(1)]
+    with pytest.raises(RunError, match=r"0F0: ValueError: the stage's output is a torch.sparse_"):
+        run(make("gpipe", 2, 2), modules, [(x, y)], *arguments)
+
+
+class Sparse(nn.Module):
+    def __init__(self, layout):
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, x):
+        return getattr(x, self.layout)()
+
+
+def test_a_reference_by_another_name_is_refused():
+    with pytest.raises(ValueError, match="reference='batch': give one of batches, microbatches"):
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, reference="batch")
 
 
 # ---- what stages hand on

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Action, Kind, Reads, Schedule, ScheduleError, make, validate
-from pipelab.table.transform import repeat
+from pipelab.table.transform import fewer, repeat
 from tests.conftest import FLUSH, tables
 
 
@@ -117,3 +117,14 @@ def test_a_batch_is_repeated_by_its_own_numbers():
         ["0F0", "0F1", "0B0", "0B1", "0U0", "0F2", "0F3", "0B2", "0B3", "0U1"]
     )
     assert repeat(one, 2).position[Action(0, Kind.U, 1)] == 9
+
+
+@given(tables(FLUSH), st.data())
+def test_a_batch_with_fewer_micro_batches_can_run(case, data):
+    one = case[0].part(0, 1)
+    count = data.draw(st.integers(1, one.microbatches))
+    short = fewer(one, count)
+    validate(short)
+    assert (short.microbatches, short.updates) == (count, 1)
+    if count == one.microbatches:
+        assert short == one

@@ -70,13 +70,23 @@ class TorchArithmetic(reference.Arithmetic):
             for stages_of_replica in self.replicas:
                 for name, buffer in stages_of_replica[s].named_buffers():  # type: ignore[index]
                     buffer.data = self._moved(state.buffers[name])
-        # [4] one optimizer for all stages, as without a pipeline; the truth never steps
-        factory = None if wide else recipe.optimizer
-        trained = [p for p in self.stages.parameters() if p.requires_grad]
-        self.optimizer, self.schedulers = make_optimizer(factory, trained)
-        if self.optimizer:
-            for of_stage, state in zip(named, start, strict=False):
-                state.load_optimizer(self.optimizer, self.schedulers, of_stage)
+        # [4] the truth never steps
+        self.optimizers = [] if wide else self._make_optimizers()
+        for of_stage, state, made in zip(named, start, self.optimizers, strict=False):
+            state.load_optimizer(*made, of_stage)
+
+    def _make_optimizers(self) -> list[tuple[Any, list[Any]]]:
+        """One optimizer for all stages, as without a pipeline, named for each of them.
+
+        One for each where the factory makes different kinds, such as SparseAdam for an embedding.
+        """
+        factory, stages = self.recipe.optimizer, self.stages
+        trained = [p for p in stages.parameters() if p.requires_grad]
+        own = [[p for p in stage.parameters() if p.requires_grad] for stage in stages]
+        made = [make_optimizer(factory, weights) for weights in own]
+        if self.repeated or len({type(optimizer) for optimizer, _ in made if optimizer}) < 2:
+            made = [make_optimizer(factory, trained)] * len(made)
+        return made
 
     def _note_precision(self) -> None:
         stages: Any = self.stages
@@ -111,7 +121,7 @@ class TorchArithmetic(reference.Arithmetic):
                 # Not torch.autograd.grad, which they refuse.
                 mean.backward(weight)
         found = [
-            {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+            {n: p.grad.to_dense() for n, p in stage.named_parameters() if p.grad is not None}
             for stage in stages
         ]
         return float(mean.detach()), count, float(weight), found
@@ -127,10 +137,9 @@ class TorchArithmetic(reference.Arithmetic):
             _bind(stage, self.place(s, weights[s]))
             for name, p in stage.named_parameters():  # optimizers leave one without alone
                 p.grad = gradient[name].to(p, copy=True) if name in gradient else None
-        if self.optimizer is not None:
-            self.optimizer.step()
-            for scheduler in self.schedulers:
-                scheduler.step()
+        for optimizer, schedulers in {id(made[0]): made for made in self.optimizers}.values():
+            for stepped in (optimizer, *schedulers) if optimizer else ():
+                stepped.step()
         return [{n: p.detach() for n, p in stage.named_parameters()} for stage in self.stages]
 
     def place(self, stage: int, weights: Weights) -> dict[str, Tensor]:
@@ -140,7 +149,7 @@ class TorchArithmetic(reference.Arithmetic):
         }
 
     def on_host(self, array: Tensor) -> np.ndarray:
-        return _widen(array.detach().cpu()).resolve_conj().resolve_neg().numpy()
+        return _widen(array.detach().to_dense().cpu()).resolve_conj().resolve_neg().numpy()
 
     # ---- what modules remember
 
@@ -158,8 +167,8 @@ class TorchArithmetic(reference.Arithmetic):
             given_back = weights[s] if weights else {}
             buffers = {name: given_back.get(name, own) for name, own in stage.named_buffers()}
             state = StageState(history[s], buffers)
-            if self.optimizer is not None and states[s].kinds:
-                state.add_optimizer(self.optimizer, self.schedulers, dict(stage.named_parameters()))
+            if self.optimizers and states[s].kinds:
+                state.add_optimizer(*self.optimizers[s], dict(stage.named_parameters()))
             expected.append(state.values())
         return [state.values() for state in states], expected
 

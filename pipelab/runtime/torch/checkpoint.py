@@ -244,7 +244,7 @@ def _save_tensors(parts: Sequence[dict[str, Tensor]], path: Path) -> None:
     """Tensors of stages or batches, named "NUMBER.NAME"."""
     # Copies, since safetensors refuses tensors that share memory, as tied weights do.
     copies = {
-        f"{number}.{name}": tensor.contiguous()
+        f"{number}.{name}": tensor.to_dense().contiguous()
         for number, part in enumerate(parts)
         for name, tensor in on_cpu(part).items()
         if isinstance(tensor, Tensor)  # a module's extra state may be anything

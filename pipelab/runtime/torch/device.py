@@ -81,7 +81,7 @@ class CpuDevice(Device):
 
     def ignores(self, tensor: Tensor) -> bool:
         """Whether its memory is a weight's or a buffer's."""
-        return tensor.untyped_storage().data_ptr() in self._constants
+        return not self._constants.isdisjoint(storages([tensor]))
 
     def hold(self, key: Hashable, tensors: Iterable[Any]) -> None:
         """Count the storages of those that are tensors for `key`."""
@@ -94,10 +94,13 @@ class CpuDevice(Device):
 
         def pack(tensor: Tensor) -> Saved:
             # Lines that every saved tensor runs, most of them cold: no calls of one another.
-            storage = tensor.untyped_storage()
-            block = storage.data_ptr()
-            if block not in self._constants:
-                self.ledger.hold(key, {block: storage.nbytes()})
+            if tensor.layout is not torch.strided:
+                self.hold(key, [tensor])
+            else:
+                storage = tensor.untyped_storage()
+                block = storage.data_ptr()
+                if block not in self._constants:
+                    self.ledger.hold(key, {block: storage.nbytes()})
             saved = Saved(tensor)
             if into is not None:
                 into.append(ref(saved))
@@ -254,5 +257,16 @@ def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The memory of tensors, {address: bytes}, each once."""
-    blocks = (tensor.untyped_storage() for tensor in tensors)
+    blocks = (part.untyped_storage() for tensor in tensors for part in parts_of(tensor))
     return {block.data_ptr(): block.nbytes() for block in blocks}
+
+
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensors with memory that a sparse one is made of; of any other itself."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)

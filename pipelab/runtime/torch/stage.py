@@ -105,6 +105,11 @@ class TorchStage(VersionedStage):
         """Without its graph; a weight or buffer may change before another thread has read it."""
         if not isinstance(output, Tensor):
             return pytree.tree_map_only(Tensor, self._sent, output)
+        if output.layout not in (torch.strided, torch.jagged):
+            raise ValueError(
+                f"the stage's output is a {output.layout} tensor: let it output a dense one "
+                "(to_dense)"
+            )
         return output.detach().clone() if self.device.ignores(output) else output.detach()
 
     def _compute(self, microbatch: int, x: Any) -> tuple[Any, _Kept]:
@@ -168,7 +173,7 @@ class TorchStage(VersionedStage):
         # and what is kept for W.
         shared = storages([*held, *self.total.values()])
         return [
-            g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
+            g.clone() if g is not None and not shared.keys().isdisjoint(storages([g])) else g
             for g in found
         ]
 

@@ -1,10 +1,10 @@
 """All that a stage goes on from: copies, its optimizer as made and as kept, and its buffers."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from threading import RLock
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import Trees
+from pipelab.runtime.torch.device import parts_of
 
 MAKING = RLock()  # a factory may write into tensors that other runs' factories read
 
@@ -38,7 +39,18 @@ TREES = Trees(pytree.tree_flatten, pytree.tree_unflatten, _bits, _copy)
 def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
     """Copies made together, so that tied weights stay one; attributes of weights come along."""
     originals = nn.ModuleList(modules)
-    copies = copy.deepcopy(originals)
+    try:
+        copies = copy.deepcopy(originals)
+    except RuntimeError:
+        # It refuses what an earlier forward has left with its graph, such as weight_norm's weight,
+        # which the next one computes again, and matrices in CSR.
+        others = {
+            id(leaf): leaf.detach().clone()
+            for part in originals.modules()
+            for leaf in pytree.tree_leaves(vars(part))
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+        }
+        copies = copy.deepcopy(originals, others)
     # deepcopy forgets them; optimizers may look at them.
     for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
         vars(q).update(vars(p))
@@ -105,7 +117,6 @@ class StageState:
                 f"are {_summary(kinds, optimizer.param_groups)}: give the same optimizer"
             )
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
-            self._warn_of_another_rate(group, saved)
             # A copy: the reference loads the same, and schedulers write into what they are given.
             own = copy.deepcopy(saved)
             for key, value in own.items():
@@ -118,22 +129,22 @@ class StageState:
         for scheduler, saved in zip(schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(copy.deepcopy(saved))
 
-    def _warn_of_another_rate(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Tell a caller who gives another one, as to torch's load_state_dict: the saved one stays.
+    def other_rates(self, optimizer: Any) -> Iterator[str]:
+        """What to tell a caller who gives others, as to torch's load_state_dict: the saved stay.
 
         What a scheduler starts from is compared, since it changes the rate itself.
         """
-        for key in ("initial_lr" if "initial_lr" in group else "lr", "weight_decay"):
-            if key not in group or key not in saved:
-                continue
-            both = group[key], saved[key]
-            now, then = (x.item() if isinstance(x, (Tensor, np.generic)) else x for x in both)
-            if now != then:
-                warnings.warn(
-                    f"{self.origin} goes on with {key}={then}: the {now} of the optimizer given "
-                    "now is not used",
-                    stacklevel=2,
-                )
+        for group, saved in zip(optimizer.param_groups, self.groups, strict=False):
+            for key in ("initial_lr" if "initial_lr" in group else "lr", "weight_decay"):
+                if key not in group or key not in saved:
+                    continue
+                both = group[key], saved[key]
+                now, then = (x.item() if isinstance(x, (Tensor, np.generic)) else x for x in both)
+                if now != then:
+                    yield (
+                        f"{self.origin} goes on with {key}={then}: the {now} of the optimizer "
+                        "given now is not used"
+                    )
 
     def values(self) -> dict[str, Tensor]:
         """All numbers in it by their path, for a comparison."""
@@ -190,7 +201,8 @@ def make_optimizer(
 
     A factory may give what it makes for every stage the same learning-rate tensor, the same dict or
     list, and a scheduler writes into it, already while it is made. So all get copies, and such
-    tensors are left as they were. ValueError for an optimizer or a scheduler of other weights.
+    tensors are left as they were. ValueError for an optimizer or a scheduler of other weights, or
+    one whose step needs more than the gradients.
     Without a factory or weights: None, and no schedulers.
     """
     if not (factory and weights):
@@ -201,6 +213,7 @@ def make_optimizer(
         stepped = [getattr(scheduler, "optimizer", optimizer) for scheduler in schedulers]
         for x, of_x in zip((optimizer, *schedulers), (optimizer, *stepped), strict=True):
             _check_weights(x, of_x, weights)
+            _check_step(x)
         inner = [x for x in vars(optimizer).values() if hasattr(x, "param_groups")]
         optimizers = [optimizer, *inner, *stepped]
         # What deepcopy finds in its memo it takes as copied: weights and optimizers stay what they
@@ -241,6 +254,22 @@ def _check_weights(made: Any, optimizer: Any, weights: Sequence[Tensor]) -> None
             f"the optimizer's factory made a {type(made).__name__} of other weights than it "
             "was called with: give one that uses its argument, such as torch.optim.SGD"
         )
+
+
+def _check_step(made: Any) -> None:
+    """ValueError for a step that needs what no update has, such as a closure or a metric."""
+    try:
+        # Of the class: schedulers put a function that hides it into the optimizer.
+        _, *parameters = signature(type(made).step).parameters.values()
+    except (AttributeError, TypeError, ValueError):  # no function of Python's
+        return
+    for p in parameters:
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD:
+            raise ValueError(
+                f"{type(made).__name__}.step() needs its {p.name!r}, and updates call it without: "
+                "give an optimizer and schedulers that step by the gradients and the number of "
+                "updates alone, such as torch.optim.AdamW and lr_scheduler.CosineAnnealingLR"
+            )
 
 
 # ---- buffers, which forwards may change: in place, or by putting another tensor there
@@ -294,4 +323,6 @@ def _put(buffers: Buffers) -> None:
 
 def differ(a: Tensor | None, b: Tensor) -> bool:
     """Whether they have other values, on whatever device, or other types."""
-    return a is None or a.dtype != b.dtype or not torch.equal(a.to(b.device), b)
+    if a is None or (a.dtype, a.layout, a.shape) != (b.dtype, b.layout, b.shape):
+        return True
+    return not all(map(torch.equal, parts_of(a.to(b.device)), parts_of(b)))

@@ -166,6 +166,12 @@ class VersionedStage(CountingStage):
 
         Replicas need a flush, so that all of them are of the latest version.
         """
+        for name, total in self.total.items():
+            if total.is_sparse:
+                raise ValueError(
+                    f"the gradient of {name} is sparse, and replicas add up dense ones: make its "
+                    "layer with sparse=False"
+                )
         # All replicas send as many tensors, also of weights that one of them has not used.
         gradients = [
             self.total[name] if name in self.total else torch.zeros_like(self._handles[name])
@@ -185,7 +191,8 @@ class VersionedStage(CountingStage):
         square, tied = 0.0, {}
         for name, gradient in self.total.items():
             if name in self.ties:
-                tied[self.ties[name]] = gradient.clone()
+                # Dense, as the sum with another stage's is.
+                tied[self.ties[name]] = gradient.clone().to_dense()
             elif self.recipe.clip is not None:
                 square += _square(gradient)
         return News(square, tied)

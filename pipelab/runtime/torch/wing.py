@@ -1,6 +1,8 @@
 """Torch's part in a run: arguments looked at, jobs made of them, checkpoints and dumps written."""
 
+import copy
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.device import CpuDevice, find_device, torch_device
 from pipelab.runtime.torch.stage import TorchStage, warm_up
-from pipelab.runtime.torch.state import TREES, StageState, copies_of
+from pipelab.runtime.torch.state import TREES, StageState, copies_of, make_optimizer
 from pipelab.runtime.worker import Job, Order
 from pipelab.table.schedule import Schedule
 
@@ -97,6 +99,7 @@ class TorchWing(Wing):
         check_replicas(schedule, options.replicas)
         if training:
             check_stages(stages)
+            check_statistics(stages)
             self.ties = find_ties(schedule, stages)
         index = None
         if options.resume:
@@ -125,6 +128,15 @@ class TorchWing(Wing):
     @classmethod
     def context(cls) -> AbstractContextManager:
         return torch.inference_mode(False)  # copies made in it could not be trained
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        told: dict[str, None] = {}
+        for s, state in self.start.items() if self.launcher.first else ():
+            trained = (p for p in self.stages[s].parameters() if p.requires_grad)
+            made, _ = make_optimizer(optimizer, [*map(copy.copy, trained)])
+            told |= dict.fromkeys(state.other_rates(made) if made else ())
+        for text in told:  # once, whatever stages and processes it is true of
+            warnings.warn(text, stacklevel=4)
 
     def _here(self, judges: bool = True) -> list[int]:
         """The stages of this process's ranks, or all of them if it is the one that judges."""
@@ -202,6 +214,15 @@ class TorchWing(Wing):
     ) -> None:
         checkpoint.write_dump(folder, self.schedule, self.stages, batches, losses, steps)
 
+    def check_caller(self) -> None:
+        now = find_autocast(None, self.devices)
+        if now not in (None, self.autocast):
+            raise ValueError(
+                f"this call is in a torch.autocast of {now}, and the Trainer was made without it: "
+                "make the Trainer inside of the torch.autocast too, or give it autocast=torch."
+                "bfloat16"
+            )
+
     def depends_on_cut(self) -> bool:
         return normalizes_batches(self.stages)
 
@@ -241,6 +262,20 @@ def check_stages(stages: Sequence[nn.Module]) -> None:
                 raise ValueError(
                     f"weight {name} of stage {s} has a hook, which would see micro-batches and is "
                     "not copied: remove it; gradients can be changed by the optimizer"
+                )
+
+
+def check_statistics(stages: Sequence[nn.Module]) -> None:
+    """ValueError for a layer in two stages that keeps running statistics: each has its own copy."""
+    owners: dict[nn.Module, int] = {}
+    for s, stage in enumerate(stages):
+        for name, part in stage.named_modules():
+            keeps = part.training and getattr(part, "running_mean", None) is not None
+            if keeps and owners.setdefault(part, s) != s:
+                raise ValueError(
+                    f"stages {owners[part]} and {s} share the {type(part).__name__} {name}, whose "
+                    "running statistics each of them would keep on its own: give each its own "
+                    "layer (copy.deepcopy), or put both uses in one stage"
                 )
 
 

@@ -37,7 +37,15 @@ TOLERANCE = 3.0  # right runs reach 1; see tests/runtime/verdict/test_mutations.
 DRAWS = 8  # second opinions on a tensor that looks wrong: a relu may fall on either side in each
 COARSE = 1e-3  # errors that do not show are mentioned from this share of a tensor on
 FEW = 0.05  # elements of a matrix that are no larger than rounding, as some are by chance
+IS_IT_A_MEAN = "(is the loss a mean over its samples?)"
 EPS_32, EPS_64 = (float(np.finfo(dtype).eps) for dtype in (np.float32, np.float64))
+# What is said of samples that a loss or a stage couples, be it on purpose or not.
+COUPLED = (
+    " The undivided batch and its micro-batches have different losses or gradients: these are two "
+    "models, and the check cannot know which one is meant. If the loss should be a mean, return "
+    "that, or (mean, count). If it or a stage couples samples on purpose (load balancing, a batch "
+    "norm of your own), the model is that of the micro-batches: give reference='microbatches'."
+)
 
 
 @dataclass
@@ -92,10 +100,11 @@ class Check:
         if self.precision != "float64":
             rule += f"; the reference in {self.precision}"
         if not self.passed:
-            return (
+            text = (
                 f"CHECK FAILED: {self.worst} is {self.ratio:.2g} times further from the reference "
                 f"(rule: {rule}) than rounding explains; the limit is {self.tolerance:g}."
             )
+            return text + COUPLED * (IS_IT_A_MEAN in self.worst)
         text = (
             "Check passed: every loss, gradient and weight equals the reference within the "
             f"tolerance (rule: {rule})."

@@ -31,6 +31,7 @@ def judge(
     reference: Callable[[bool], Reference],
     *,
     divided: bool,
+    by_microbatches: bool,
     seed: int | None,
     tolerance: float | None,
     quick: bool,
@@ -42,6 +43,7 @@ def judge(
     saved          by stage, what a checkpoint holds of it, if one was written
     reference      makes one: in float64 (True), or as the run computes (False)
     divided        whether a forward depends on how the batch is cut: so is the truth's then
+    by_microbatches  whether that is wanted, and the verdict says so
     seed           of the random numbers that forwards draw
     quick          make do with the run's precision for the truth too
     """
@@ -63,7 +65,8 @@ def judge(
     by_batch = rule != TABLE and table.per_update == table.microbatches
     whole = len(reading[0]) > 1 and (by_batch or not table.training)
     whole = whole and not divided and not own.remembers([first])
-    if whole and not truth.takes([undivided(0)]):  # a layer insists on a micro-batch's size
+    # A layer may insist on a micro-batch's size.
+    if whole and (by_microbatches or not truth.takes([undivided(0)])):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
     # [3] update by update, each from the run's own weights before it
     for i in range(table.updates if table.training else table.batches):
@@ -90,7 +93,9 @@ def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:
     """
     rule, of_table = reading_of(segment.whole, replicas)
     rest = of_table[segment.first_update :]
-    return rule, [[[v + segment.before_table for v in of] for of in update] for update in rest]
+    # Those of a short batch are fewer, and all read alike.
+    size = segment.pieces * replicas or None
+    return rule, [[[v + segment.before_table for v in r] for r in of[:size]] for of in rest]
 
 
 def _most_precise(
@@ -113,12 +118,16 @@ def _pieces(
     seed: int | None,
 ) -> Iterator[Piece]:
     """The data in its order, in micro-batches, with what they read."""
-    reads, m = chain.from_iterable(reading), segment.table.microbatches
-    for b in range(segment.table.batches):
-        for k, part in enumerate(cut_batch(batches[b], m * replicas, b, own.arithmetic.trees)):
-            number, stages = segment.batches[b] * m * replicas + k, range(segment.table.stages)
+    table, trees, reads = segment.table, own.arithmetic.trees, chain.from_iterable(reading)
+    for b in range(table.batches):
+        parts = cut_batch(batches[b], table.microbatches * replicas, b, trees)
+        for k, part in enumerate(parts):
+            replica, i = divmod(k, table.microbatches)
+            # A short batch has as many numbers as any.
+            number = (segment.batches[b] * replicas + replica) * segment.whole.microbatches + i
+            stages = range(table.stages)
             drawn = None if seed is None else [int(seed_for(seed, s, number)) for s in stages]
-            yield Piece(*part, next(reads), drawn, k // m)
+            yield Piece(*part, next(reads), drawn, replica)
 
 
 # ---- the papers' rules: which weights each update's gradient is taken at

@@ -11,6 +11,7 @@ from pipelab.runtime.stage import Step
 from pipelab.runtime.verdict.certificate import (
     EPS_32,
     EPS_64,
+    IS_IT_A_MEAN,
     Comparison,
     change,
     distance,
@@ -20,7 +21,6 @@ from pipelab.runtime.verdict.certificate import (
 )
 from pipelab.runtime.verdict.reference import Arrays, Jitter, Losses, Piece, Reference
 
-IS_IT_A_MEAN = "(is the loss a mean over its samples?)"
 Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
 COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
 

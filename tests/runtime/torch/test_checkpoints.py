@@ -235,6 +235,21 @@ def test_another_learning_rate_on_resume_is_told(decay, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same = run(*arguments, partial(factory, 0.1), resume=tmp_path / "saved")
-    with pytest.warns(UserWarning, match=r"saved goes on with \w*lr=0.1: the 0.2 of"):
+    # Once, and not once for each stage and reference.
+    with pytest.warns(UserWarning, match=r"saved goes on with \w*lr=0.1: the 0.2 of") as told:
         other = run(*arguments, partial(factory, 0.2), resume=tmp_path / "saved")
+    assert len(told) == 1
     assert other.losses == same.losses
+
+
+def test_another_learning_rate_of_one_stage_is_told_too(tmp_path):
+    def factory(rate, parameters):
+        return SGD([{"params": [p], "lr": rate if hasattr(p, "head") else 0.1} for p in parameters])
+
+    modules = stages(2)
+    modules[1][2].weight.head = True
+    arguments = make("gpipe", 2, 2, batches=4), modules, batches(4), F.mse_loss
+    run(*arguments, partial(factory, 0.1), save=tmp_path / "saved", stop=2)
+    with pytest.warns(UserWarning, match=r"saved goes on with lr=0.1: the 0.2 of") as told:
+        run(*arguments, partial(factory, 0.2), resume=tmp_path / "saved", check=False)
+    assert len(told) == 1

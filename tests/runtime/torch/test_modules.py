@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -280,6 +280,126 @@ def test_a_buffer_that_every_forward_changes_is_judged_or_named(name, layer, buf
     if not result.check.passed:
         assert "buffer" in str(result.check)
         assert buffer in str(result.check)
+
+
+def test_a_layer_with_running_statistics_in_two_stages_is_refused():
+    # Was: a check that failed by inf: each stage counted its own forwards.
+    shared = nn.BatchNorm1d(6, dtype=torch.float64)
+    modules = [nn.Sequential(*stages(1), shared), nn.Sequential(shared, *stages(1))]
+    arguments = make("gpipe", 2, 2), modules, batches(1), F.mse_loss
+    with pytest.raises(ValueError, match=r"stages 0 and 1 share the BatchNorm1d 0, .*deepcopy"):
+        run(*arguments, SGD)
+    assert evaluate(*arguments).check.passed
+    shared.eval()
+    assert run(*arguments, SGD).check.passed
+
+
+# ---- sparse tensors
+
+
+def sparse_adam(parameters):
+    parameters = [*parameters]
+    sparse = parameters[0].shape == (20, 6)
+    kind = torch.optim.SparseAdam if sparse else partial(torch.optim.SGD, momentum=0.9)
+    return kind(parameters, lr=0.1)
+
+
+def words(count, samples=8):
+    torch.manual_seed(2)
+    return [
+        (torch.randint(0, 20, (samples, 5)), torch.randn(samples, 5, 6, dtype=torch.float64))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpipe", {"recompute": Recompute.ALWAYS, "clip": 0.1}),
+        ("zb_h1", {"backend": "processes"}),
+        ("pipedream", {}),
+    ],
+)
+def test_a_sparse_gradient_is_added_up_and_judged(name, options, tmp_path):
+    # Was: "NotImplementedError: Cannot access storage of SparseTensorImpl".
+    embedding = nn.Embedding(20, 6, sparse=True, dtype=torch.float64)
+    modules, data = [embedding, *stages(1)], words(3)
+    arguments = make(name, 2, 4, batches=3), modules, data, F.mse_loss, sparse_adam
+    result = run(*arguments, **options, save=tmp_path / "saved", stop=2)
+    assert result.check.passed, result.check
+    result = run(*arguments, **options, resume=tmp_path / "saved")
+    assert result.check.passed, result.check
+    if name == "zb_h1":
+        model = copy.deepcopy(nn.ModuleList(modules))
+        optimizers = [sparse_adam(stage.parameters()) for stage in model]
+        for x, y in data:
+            F.mse_loss(nn.Sequential(*model)(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert close(result.weights, [dict(stage.named_parameters()) for stage in model])
+
+
+class Head(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def of_words(y, target):
+    return F.cross_entropy(y.mT, target)
+
+
+def test_a_sparse_gradient_of_a_tied_weight_and_of_replicas():
+    embedding = nn.Embedding(20, 6, sparse=True, dtype=torch.float64)
+    tied, data = [embedding, *stages(1), Head(embedding.weight)], [(x, x) for x, _ in words(2)]
+    result = run(make("gpipe", 3, 4, batches=2), tied, data, of_words, SGD)
+    assert result.check.passed, result.check
+    with pytest.raises(
+        RunError, match=r"gradient of weight is sparse, and replicas .*sparse=False"
+    ):
+        run(make("gpipe", 2, 2), [embedding, *stages(1)], words(1), F.mse_loss, SGD, replicas=2)
+
+
+class Mixing(nn.Linear):
+    """Multiplies by a sparse matrix, which autograd saves, and of which one is a buffer."""
+
+    def __init__(self, layout):
+        super().__init__(6, 6, dtype=torch.float64)
+        self.register_buffer("mix", layout(torch.ones(6, 6, dtype=torch.float64).triu()))
+
+    def forward(self, x):
+        own = torch.eye(len(x), dtype=torch.float64).to_sparse()
+        return torch.sparse.mm(own, super().forward((self.mix @ x.mT).mT))
+
+
+@pytest.mark.parametrize("layout", [Tensor.to_sparse, Tensor.to_sparse_csr])
+@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
+def test_a_stage_that_computes_with_sparse_matrices(layout, recompute, tmp_path):
+    # Was: as above.
+    modules, data = [Mixing(layout), *stages(1)], batches(2)
+    arguments = make("gpipe", 2, 4, batches=2), modules, data, F.mse_loss, SGD
+    result = run(*arguments, recompute=recompute, dump=tmp_path / "dump")
+    assert result.check.passed, result.check
+    run(*arguments, recompute=recompute, save=tmp_path / "saved", stop=1)
+    assert run(*arguments, recompute=recompute, resume=tmp_path / "saved").check.passed
+
+
+# ---- what an earlier forward has left in a module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_modules_that_keep_a_tensor_with_its_graph_are_copied(name):
+    # Was: "Only Tensors created explicitly by the user support the deepcopy protocol".
+    normed = nn.utils.spectral_norm(linear())
+    normed(torch.ones(6, dtype=torch.float64))
+    modules = [nn.Sequential(nn.utils.weight_norm(linear()), normed.eval()), *stages(1)]
+    result = run(make(name, 2, 2, batches=2), modules, batches(2), F.mse_loss, SGD)
+    assert result.check.passed, result.check
 
 
 # ---- complex weights

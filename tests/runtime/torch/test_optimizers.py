@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as rates
 
-from pipelab import make, run
+from pipelab import RunError, make, run
 from pipelab.models import split
 from tests.runtime.test_run import batches, stages
 
@@ -119,6 +119,31 @@ def test_a_scheduler_of_another_optimizer_is_refused():
             F.mse_loss,
             lambda parameters: (SGD(parameters, lr=0.1), scheduler),
         )
+
+
+def by_plateau(parameters):
+    optimizer = SGD(parameters, lr=0.1)
+    return optimizer, rates.ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (torch.optim.LBFGS, r"LBFGS\.step\(\) needs its 'closure', .*AdamW"),
+        (by_plateau, r"ReduceLROnPlateau\.step\(\) needs its 'metrics', .*CosineAnnealingLR"),
+    ],
+    ids=["closure", "metric"],
+)
+def test_a_step_that_needs_more_than_gradients_is_refused_before_the_training(
+    factory, said, backend
+):
+    # Was: a TypeError in the first update.
+    def refuse_to_train(output, target):
+        raise AssertionError("trained")
+
+    with pytest.raises((ValueError, RunError), match=said):
+        run(make("gpipe", 2, 2), stages(2), batches(1), refuse_to_train, factory, backend=backend)
 
 
 def test_what_cannot_be_copied_is_refused():

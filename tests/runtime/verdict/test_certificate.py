@@ -482,6 +482,48 @@ def test_a_small_part_of_the_loss_that_is_no_mean_is_seen(share):
     assert run(GPIPE, stages(2, dtype=torch.float32), data(), contrastive(0.0), SGD).check.passed
 
 
+class OwnNorm(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return (y - y.mean(0)) / (y.std(0) + 0.1)
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2.0 if x.mean() > 0 else 1.0)
+
+
+def balanced(y, target):
+    return F.mse_loss(y, target) + y.softmax(-1).mean(0).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("first", "loss"), [(nn.Linear, balanced), (OwnNorm, F.mse_loss), (Branching, F.mse_loss)]
+)
+@pytest.mark.parametrize("call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"])
+def test_samples_that_are_coupled_on_purpose_are_judged_by_micro_batches(call, first, loss):
+    # Was: "is the loss a mean over its samples?", and no way but check=False.
+    modules = [first(WIDTH, WIDTH), linear()]
+    given = partial(call, make("gpipe", 2, 4), modules, data()[:1], loss)
+    found = given().check
+    assert not found.passed and "give reference='microbatches'" in str(found)
+    for check in (True, "quick"):
+        found = given(check=check, reference="microbatches").check
+        assert found.passed and "in micro-batches only" in str(found)
+
+
+def test_a_wrong_gradient_is_seen_by_micro_batches_too(monkeypatch):
+    def wrong(stage, call):
+        count, gradients = call()
+        return count, [None if g is None else g * 1.01 for g in gradients]
+
+    around(monkeypatch, "backward", wrong)
+    modules = [OwnNorm(WIDTH, WIDTH), linear()]
+    options = {"reference": "microbatches"}
+    found = run(make("gpipe", 2, 4), modules, data()[:1], F.mse_loss, SGD, **options).check
+    assert not found.passed and "the gradient of weight of stage 0" in found.worst
+
+
 def test_a_loss_that_is_no_mean_is_seen_in_an_evaluation():
     for name in ("gpipe", "pipedream"):
         arguments = make(name, 2, 4, batches=2), stages(2, dtype=torch.float32), data()
