@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
-from flax.errors import TraceContextError
+from flax.errors import (
+    InvalidRngError,
+    ModifyScopeVariableError,
+    ScopeCollectionNotFound,
+    TraceContextError,
+)
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from pipelab.jax.host import as_numbers
@@ -37,7 +42,7 @@ def as_function(stage: Any, number: int) -> Part:
     if isinstance(stage, tuple) and len(stage) == 2:
         function, parameters = stage
         if isinstance(function, linen.Module):
-            return _of_linen(function, parameters)
+            return _of_linen(function, parameters, number)
         if callable(function):
             return function, parameters
     raise ValueError(
@@ -46,15 +51,33 @@ def as_function(stage: Any, number: int) -> Part:
     )
 
 
-def _of_linen(module: linen.Module, variables: Mapping[str, Any]) -> Part:
+# What flax says of a linen module that does not fit, and how it would.
+REMEDIES: dict[type[Exception], str] = {
+    InvalidRngError: "draws random numbers: pass seed=0, say, or make it deterministic=True",
+    ModifyScopeVariableError: "changes variables beside its parameters, which a run does not carry "
+    "on: use LayerNorm or GroupNorm instead of BatchNorm, or its running averages as they are "
+    "(use_running_average=True)",
+    ScopeCollectionNotFound: "lacks variables: give all that module.init returns, not the "
+    "parameters alone",
+}
+
+
+def _of_linen(module: linen.Module, variables: Mapping[str, Any], number: int) -> Part:
     if "params" not in variables:
-        return _of_linen(module, {"params": variables})
+        return _of_linen(module, {"params": variables}, number)
     # Collections beside the parameters, such as batch statistics, stay as they are.
     fixed = {name: value for name, value in variables.items() if name != "params"}
 
     def apply(p: Any, x: Any, *key: Any) -> Any:
-        rngs = {"dropout": key[0]} if key else None
-        return module.apply({"params": p, **fixed}, x, rngs=rngs)
+        # Any other name's numbers are drawn from the key of "params".
+        rngs = {"dropout": key[0], "params": jax.random.fold_in(key[0], 1)} if key else None
+        try:
+            return module.apply({"params": p, **fixed}, x, rngs=rngs)
+        except tuple(REMEDIES) as error:
+            reason = str(error).partition(" (http")[0]
+            raise ValueError(
+                f"stage {number}, a linen module, {REMEDIES[type(error)]} ({reason})"
+            ) from None
 
     return apply, variables["params"]
 

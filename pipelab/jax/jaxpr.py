@@ -1,8 +1,10 @@
 """Equations of a jaxpr as a list to look at, cut and evaluate."""
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import jax
@@ -23,6 +25,9 @@ Arrays = list[Any]  # in the order of some variables
 Values = dict[Var, Any]  # variable -> array
 Variables = list[Var]
 Equations = list[JaxprEqn]
+LIBRARY = Path(__file__).parents[2]
+OURS = str(LIBRARY / "runtime"), str(LIBRARY / "pipeshard")  # no code of a user's
+FRAMEWORKS = re.compile(r"site-packages.(flax|optax|chex)\W")  # a user's code calls them
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}  # of what, by parameter
 
 
@@ -87,7 +92,7 @@ def inline(
         names: dict[Var, Atom] = dict(zip(inside, [*fresh, *inputs], strict=True))
         # [2] Calls are entered, and all else is copied with variables of its own.
         for eqn in inner.jaxpr.eqns:
-            if outer is not None and _user_frame(eqn) is None:
+            if outer is not None and not _user_frames(eqn):
                 eqn = eqn.replace(source_info=outer.source_info)
             eqn = renamed(eqn, names)
             if eqn.primitive.name in CALLS:
@@ -181,21 +186,31 @@ def rounding_unit(made: Iterable[JaxprEqn], read: Iterable[Any] = ()) -> jnp.fin
 
 
 def place_of(eqn: JaxprEqn) -> str:
-    """The line of the user's code that made an equation, for an error."""
-    frame = _user_frame(eqn)
-    return f"{frame.file_name}:{frame.start_line}" if frame else "an unknown line"
+    """The line of the user's code that made an equation, and in which of flax or optax, if any."""
+    lines = [f"{frame.file_name}:{frame.start_line}" for frame in _user_frames(eqn)]
+    if not lines:
+        return "an unknown line"
+    theirs = next((line for line in lines if not FRAMEWORKS.search(line)), lines[0])
+    return theirs if theirs is lines[0] else f"{theirs}, in {lines[0]}"
 
 
-def _user_frame(eqn: JaxprEqn) -> Any:
+def place_of_error(error: BaseException) -> str:
+    """The line of the user's code that raised an error, itself or in what it calls."""
     from jax._src import source_info_util  # no public way to it
 
-    library = Path(__file__).parents[2]
-    ours = str(library / "runtime"), str(library / "pipeshard")
+    lines = [(frame.f_code.co_filename, n) for frame, n in walk_tb(error.__traceback__)]
+    theirs = [f"{name}:{n}" for name, n in lines if source_info_util.is_user_filename(name)]
+    return next((line for line in reversed(theirs) if not line.startswith(OURS)), "an unknown line")
+
+
+def _user_frames(eqn: JaxprEqn) -> list[Any]:
+    from jax._src import source_info_util  # no public way to it
+
     try:
         frames = list(source_info_util.user_frames(eqn.source_info.traceback))
     except Exception:  # a message without the line is better than no message
-        return None
-    return next((f for f in frames if not f.file_name.startswith(ours)), None)
+        return []
+    return [frame for frame in frames if not frame.file_name.startswith(OURS)]
 
 
 def carry_of(scan: JaxprEqn) -> tuple[int, int]:

@@ -78,7 +78,7 @@ def compare_step(
         noise = eps * np.abs(exact) + distance(_numbers(rounded[i]), exact)
         if near.shape == exact.shape:
             noise += _summing(near, exact, eps * program.microbatches)
-        found.add(name, got, exact, noise, again=again(i))
+        found.add(name, got, exact, noise, again=again(i), unset=True)
     # [2] Every result of the step, by its own update of the pipeline's gradients, and in its type.
     _, shapes = traced(train_step, jax.tree.unflatten(arguments.tree, values))
     types = [x.dtype for x in jax.tree.leaves(shapes)]
@@ -89,9 +89,11 @@ def compare_step(
     for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
-        # Another type is wrong, however near its numbers are: nan is far from everything.
-        numbers = _numbers(got) if got.dtype == types[i] else np.full(exact.shape, np.nan)
-        found.add(name, numbers, exact, eps * np.abs(exact), again=again(i))
+        # Another type is wrong, however near its numbers are: nan is far from all that is not.
+        numbers = _numbers(got)
+        if got.dtype != types[i]:
+            numbers = np.where(np.isnan(exact), 0.0, np.nan)
+        found.add(name, numbers, exact, eps * np.abs(exact), again=again(i), unset=True)
     return found.verdict(rule, precision)
 
 
@@ -136,7 +138,7 @@ def _reference(
 
 def _names(program: Program) -> list[str]:
     """Names of [loss, *aux, *gradients]."""
-    names = ["the loss", *(f"auxiliary result {i}" for i in range(len(program.combine) - 1))]
+    names = program.step.result_names
     for argument in program.step.parameters.values():
         names.append(f"the gradient of {program.paths[argument]}")
     return names

@@ -122,12 +122,18 @@ def count_layers(loss: Graph) -> int:
             raise PipeshardError(
                 f"a pipeline boundary is marked inside {eqn.primitive.name} ({place_of(eqn)}), "
                 "which is one equation and cannot be cut: mark between such calls (a checkpoint "
-                "around each layer, not around the model)"
+                "around each layer, not around the model; a scan for each stage, not over all "
+                "layers)"
             )
     if count == 1:
-        raise PipeshardError(
-            "the loss has no pipeline boundary: call mark_pipeline_boundary() between layers"
-        )
+        scans = [eqn for eqn in loss.equations if eqn.primitive.name == "scan"]
+        remedy = "call mark_pipeline_boundary() between layers"
+        if scans:
+            remedy += (
+                f"; a scan over layers ({place_of(scans[0])}) is one equation, which is not cut: "
+                "make it two or more, one after another, and mark between them"
+            )
+        raise PipeshardError(f"the loss has no pipeline boundary: {remedy}")
     return count
 
 

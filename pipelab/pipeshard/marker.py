@@ -1,16 +1,17 @@
 """Marks in a train step: the boundaries between layers, and the loss."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
-from pipelab.jax.jaxpr import Arrays, inline, variables
-from pipelab.pipeshard.arrays import is_array
+from pipelab.jax.jaxpr import Arrays, Graph, inline, read_by, variables
+from pipelab.pipeshard.arrays import is_array, shape_of
 
 # A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
 # function; it is lowered to nothing, and has no derivative: the loss is cut, never its gradient.
@@ -45,7 +46,8 @@ def value_and_grad(
               (scalar, tree of arrays)
     weighted  in place of the scalar, `fun` returns a pair (total, weight), both sums over the
               batch; the value is total / weight. So a masked mean is one whose micro-batches count
-              unequally: what counts is added up over them, and divided once
+              unequally: what counts is added up over them, and divided once. The weight may be
+              guarded, as by jnp.maximum(mask.sum(), 1): the guard is of the whole sum, too
 
     Returns a function of the same arguments -> (value, gradients), the value as `fun` returns it.
     Elsewhere than in `parallelize`, eagerly or under `jax.jit`, it computes what jax's own does; it
@@ -101,12 +103,21 @@ def _marked(
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
     _check_loss(closed, len(values), weighted)
 
+    weights, guard = 0, None
+    if weighted:
+        closed, guard = _unguarded(closed)
+        weights = len(guard.inputs)
+
     # [3] What the loss closes over, arguments and outer tracers, becomes its last arguments.
     jaxpr = closed.jaxpr
     hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.invars, *jaxpr.constvars])
     inner = ClosedJaxpr(hoisted, ())
-    found = grad_p.bind(*values, *closed.consts, jaxpr=inner, wanted=len(values))
-    # The marked equation gives [loss, *aux, *gradients] in a row.
+    given = [*values, *closed.consts]
+    found = grad_p.bind(*given, jaxpr=inner, wanted=len(values), weights=weights)
+    # The marked equation gives [loss, *aux, *gradients] in a row. A guard of the weight (at least
+    # 1, say) is put on when it is complete.
+    if guard:
+        found[1 : 1 + weights] = guard.run(*found[1 : 1 + weights])
     value, gradients = jax.tree.unflatten(jax.tree.structure((shapes, chosen)), found)
     gradients = gradients[0] if isinstance(argnums, int) else tuple(gradients)
     if not weighted:
@@ -156,7 +167,7 @@ def _checked(out: Any, has_aux: bool, weighted: bool) -> Any:
 def _divided(weight: Any, total: Any) -> Any:
     """A mean in the type of the sum; in between no coarser than float32, which can count."""
     wide = jnp.promote_types(total.dtype, jnp.float32)
-    return (total / weight.astype(wide)).astype(total.dtype)
+    return (total / jnp.asarray(weight, wide)).astype(total.dtype)
 
 
 def _pair(out: Any, parts: str, option: str) -> tuple[Any, Any]:
@@ -193,10 +204,30 @@ def _check_loss(closed: ClosedJaxpr, wanted: int, weighted: bool) -> None:
         )
 
 
-def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int) -> Arrays:
+def _unguarded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Graph]:
+    """A weighted loss that returns [total, *numbers, *aux], and the weight of these numbers.
+
+    mask --> sum --> max --> weight    the sum is a number, and max is the function
+    """
+    graph = inline(closed)
+    total, weight, *aux = graph.outputs
+    wanted, tail = {*variables([weight])}, list[JaxprEqn]()
+    for eqn in reversed(graph.equations):
+        # What is made of numbers; of arrays it is added up.
+        alone = not any(map(shape_of, (*eqn.invars, *eqn.outvars)))
+        if alone and not wanted.isdisjoint(eqn.outvars):
+            tail.insert(0, eqn)
+            wanted.update(variables(eqn.invars))
+    numbers = read_by(tail, [weight])
+    guard = Graph(numbers, [weight], tail)
+    return replace(graph, outputs=[total, *numbers, *aux]).jaxpr, guard
+
+
+def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int, weights: int = 0) -> Arrays:
     """Evaluate the primitive by jax's own value_and_grad: [loss, *aux, *gradients].
 
-    wanted  how many of the arguments, from the first, the gradient is taken by
+    wanted   how many of the arguments, from the first, the gradient is taken by
+    weights  how many of the aux, from the first, the weight of the loss is made of
     """
 
     def loss(chosen):
@@ -212,5 +243,5 @@ def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int) -> Arrays:
 grad_p = Primitive("pipelab_grad")
 grad_p.multiple_results = True
 grad_p.def_impl(evaluate_marked)
-grad_p.def_abstract_eval(lambda *args, jaxpr, wanted: [*jaxpr.out_avals, *args[:wanted]])
+grad_p.def_abstract_eval(lambda *args, jaxpr, wanted, weights: [*jaxpr.out_avals, *args[:wanted]])
 mlir.register_lowering(grad_p, mlir.lower_fun(evaluate_marked, multiple_results=True))

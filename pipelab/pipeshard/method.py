@@ -41,6 +41,13 @@ ALPAS = {
 }
 
 
+FORWARD_ONLY = (
+    "a step without a gradient is not supported yet: jit it on weights that are together "
+    "(jax.device_put(weights, device)), or evaluate a model in stages by "
+    'pipelab.evaluate(..., backend="jax")'
+)
+
+
 class Keywords:
     """A base that tells who comes from Alpa how a keyword is called here."""
 
@@ -171,6 +178,11 @@ class Pipeshard(Keywords):
                 named or counted or isinstance(self.stages, (ManualStages, Planner)),
                 "'uniform', a number of at least 2, 'auto', or ManualStages(...)",
             ),
+            (
+                "schedule",
+                self.schedule != "inference",
+                f"one that trains, such as 'gpipe'; {FORWARD_ONLY}",
+            ),
             ("reduce", self.reduce in (None, "mean", "sum"), "'mean' or 'sum'"),
         ):
             if not fits:
@@ -208,7 +220,9 @@ class Pipeshard(Keywords):
                 )
             table = make(table, stages // each, self.microbatches, virtual=self.virtual)
         validate(table)
-        if table.asynchronous or not table.training or table.reads is not Reads.LATEST:
+        if not table.training:
+            raise PipeshardError(f"schedule {table.name!r} has forwards alone, and {FORWARD_ONLY}")
+        if table.asynchronous or table.reads is not Reads.LATEST:
             raise PipeshardError(
                 f"schedule {table.name!r} has no flush: use one that does, such as gpipe or "
                 "pipedream_flush"
@@ -242,8 +256,9 @@ class Pipeshard(Keywords):
         elif available % rows or not pool:
             raise PipeshardError(
                 f"{available} devices cannot be shared out equally over {rows} meshes: pass "
-                "devices= with a multiple of that, or ManualStages with the number of devices of "
-                "each"
+                "devices= with a multiple of that, stages= with another number (the default is one "
+                "for each marked layer, and a network that the loss calls twice marks its layers "
+                "twice), or ManualStages with the number of devices of each"
             )
         else:
             wanted = [available // rows] * rows

@@ -7,7 +7,7 @@ the batch by the pipeline; a schedule is one of `pipelab.SCHEDULES` with a flush
 your own; and a loss whose micro-batches do not add up to the batch is refused.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, update_wrapper
@@ -165,12 +165,12 @@ class Parallelized:
         self._plan: Plan | None = None  # of the last call
         self._records: list[Record] = []  # what it measured
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         """One train step.
 
         Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
         """
-        arguments = self._flat(args)
+        arguments = self._flat(args, options)
         with self._together():
             return self._run(arguments)[1].results
 
@@ -185,18 +185,18 @@ class Parallelized:
             leaves, structure = jax.tree.flatten(tree)
             return jax.tree.unflatten(structure, self._connect().gather(leaves))
 
-    def compile(self, *args: Any) -> Plan:
+    def compile(self, *args: Any, **options: Any) -> Plan:
         """Trace and compile for arguments of these shapes, and return the plan.
 
         They may be arrays or jax.ShapeDtypeStruct.
         """
-        arguments = self._flat(args)
+        arguments = self._flat(args, options)
         with self._together():
             self._plan = self._program(arguments).plan
         self._records = []
         return self._plan
 
-    def compare(self, *args: Any, tolerance: float | None = None) -> Check:
+    def compare(self, *args: Any, tolerance: float | None = None, **options: Any) -> Check:
         """Run one step and compare it with the same step on one device.
 
         The arguments stay as they are. Compared are the loss, what it returns beside, and every
@@ -212,7 +212,7 @@ class Parallelized:
         tolerance  how many times further from the reference than rounding explains a result may
                    be; default 3
         """
-        arguments = given = self._flat(args)
+        arguments = given = self._flat(args, options)
         with self._together():
             program = self._program(arguments)
             if program.connect:
@@ -257,6 +257,11 @@ class Parallelized:
     @contextmanager
     def _together(self) -> Iterator[None]:
         """One call, under no mesh of the caller's; an error in it disconnects the processes."""
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            raise PipeshardError(
+                "a pipeline is compiled, and jax.disable_jit() forbids that: leave it, or call the "
+                "step itself without parallelize to debug it"
+            )
         try:
             with _explained(), jax.set_mesh(NO_MESH):
                 yield
@@ -267,7 +272,12 @@ class Parallelized:
                 processes.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _flat(self, args: Sequence[Any]) -> Arguments:
+    def _flat(self, args: Sequence[Any], options: Mapping[str, Any]) -> Arguments:
+        for name, value in options.items():
+            raise TypeError(
+                f"unexpected keyword argument {name!r}: arguments are passed by position, and "
+                f"options bound before: parallelize(functools.partial(step, {name}={value!r}), ...)"
+            )
         for name in ("batch_argnums", "donate_argnums"):
             argnums = getattr(self, name)
             if not all(-len(args) <= i < len(args) for i in argnums):

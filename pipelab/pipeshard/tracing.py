@@ -1,5 +1,6 @@
 """A train step written for one device, taken apart into its loss and its update."""
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,15 +22,24 @@ from pipelab.jax.jaxpr import (
     inline,
     needed,
     place_of,
+    place_of_error,
     spec_of,
     variables,
 )
 from pipelab.pipeshard.arrays import PipeshardError, is_array, on_mesh
 from pipelab.pipeshard.marker import grad_p
-from pipelab.pipeshard.method import AXES
+from pipelab.pipeshard.method import AXES, FORWARD_ONLY
 
 # Where a step is traced: its sharding constraints may name the axes of a stage's mesh.
 ONE_DEVICE = AbstractMesh((1, 1), AXES)
+# jax's errors where Python code needs the number in an array: in an `if`, as an index, in numpy.
+ASKS_FOR_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+WEIGHT = "the weight"
 USE_OURS = "call pipelab.pipeshard.grad or value_and_grad there instead of jax's, once"
 
 
@@ -121,6 +131,7 @@ class TracedStep:
     loss          its equations -> [loss, *aux]; its inputs are `parameters` and arguments
     parameters    what the loss is differentiated by -> the argument that it is. Variables of their
                   own, since a loss may also read an argument without being differentiated by it
+    weights       how many of [*aux], from the first, the weight of the loss is made of
     gradient      the marked equation's results: [loss, *aux, *gradients], inputs of `update` beside
                   the arguments
     update        the other equations -> the step's results
@@ -133,6 +144,7 @@ class TracedStep:
     batch: Variables
     loss: Graph
     parameters: dict[Var, Var]
+    weights: int
     gradient: Variables
     update: Graph
     donated: Variables
@@ -143,6 +155,12 @@ class TracedStep:
     def gradients(self) -> dict[Var, Var]:
         """Parameter -> its gradient."""
         return dict(zip(self.parameters, self.gradient[len(self.loss.outputs) :], strict=True))
+
+    @property
+    def result_names(self) -> list[str]:
+        """Of [loss, *aux]."""
+        others = range(len(self.loss.outputs) - 1 - self.weights)
+        return ["the loss", *[WEIGHT] * self.weights, *(f"auxiliary result {i}" for i in others)]
 
 
 def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
@@ -161,7 +179,14 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     # [1] The whole step as equations.
     try:
         closed, shapes = traced(flat, arguments.shapes(samples))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
+        if isinstance(error, ASKS_FOR_VALUES):
+            raise _asks_for_values(error, arguments) from error
+        if "static arguments" in str(error):
+            raise PipeshardError(
+                "the step is jitted with static arguments, and a pipeline passes arrays: bind them "
+                "by functools.partial"
+            ) from error
         if samples == arguments.samples or isinstance(error, PipeshardError):
             raise
         raise PipeshardError(
@@ -194,6 +219,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
         batch=batch,
         loss=loss,
         parameters=parameters,
+        weights=marked.params["weights"],
         gradient=marked.outvars,
         update=update,
         donated=[whole.inputs[i] for i in _donated(closed)],
@@ -202,6 +228,23 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     )
     _check_update(found)
     return found
+
+
+def _asks_for_values(error: Exception, arguments: Arguments) -> PipeshardError:
+    """Python code of the step asks for the value of an array, which is not there yet."""
+    what, reason = "an argument", str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+    if found := re.search(r"tracing\.py:\d+ .* the argument values\[(\d+)\]", str(error)):
+        trees = jax.tree.unflatten(arguments.tree, arguments.values)
+        (argument, *path), value = jax.tree.leaves_with_path(trees)[int(found[1])]
+        what = f"argument {argument.idx}{jax.tree_util.keystr(tuple(path))}"
+        if isinstance(value, (bool, int, float)):
+            what += f", {value!r},"
+    return PipeshardError(
+        f"the step asks for the value of {what} in Python ({place_of_error(error)}: "
+        f"{reason}), and it is traced without values: bind an "
+        "option by functools.partial, choose between arrays by jnp.where or jax.lax.cond, and "
+        "return arrays instead of Python's numbers"
+    )
 
 
 def traced(fun: Callable, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
@@ -252,7 +295,11 @@ def trace_piece(
 def _find_gradient(equations: Equations) -> JaxprEqn:
     found = [eqn for eqn in equations if contains(eqn, [grad_p.name])]
     if not found:
-        raise PipeshardError(f"the train step has no marked gradient: {USE_OURS}")
+        # What jax's own derivatives make says so.
+        stacks = (str(eqn.source_info.name_stack) for eqn in all_equations(equations))
+        if any("jvp(" in stack for stack in stacks):
+            raise PipeshardError(f"the train step has no marked gradient: {USE_OURS}")
+        raise PipeshardError(f"the step takes no gradient: parallelize trains, and {FORWARD_ONLY}")
     for eqn in found:
         if eqn.primitive is not grad_p:
             raise PipeshardError(

@@ -175,7 +175,8 @@ def _stages(update: Graph, owners: dict[Var, int]) -> dict[int, int]:
 
     Returns the number of each equation that reads an array -> its stage.
     """
-    joined = {v for v in update.inputs if size(v) > SMALL}  # not what is made of numbers alone
+    # Not what is made of numbers alone, or of arrays that several stages read.
+    joined = {v for v in update.inputs if size(v) > SMALL} - _shared(update, owners)
     owner = {v: stage for v, stage in owners.items() if v in joined}
     found: dict[int, Var] = {}  # one array of each equation
     before = -1
@@ -198,3 +199,25 @@ def _stages(update: Graph, owners: dict[Var, int]) -> dict[int, int]:
             for stage in stages:
                 owner.update(dict.fromkeys(arrays, stage))
     return {i: owner.get(v, 0) for i, v in found.items()}
+
+
+def _shared(update: Graph, owners: dict[Var, int]) -> set[Var]:
+    """Inputs without an owner that arrays of several stages meet: a copy goes to each of these.
+
+    Such are an optimizer's own constants in its state, Muon's coefficients.
+    """
+    # [1] Forwards, the stages whose parameters and gradients each array is made of.
+    made_of = {v: {stage} for v, stage in owners.items() if size(v) > SMALL}
+    meets: list[set[int]] = []  # of each equation
+    for eqn in update.equations:
+        stages = set().union(*(made_of.get(v, set()) for v in variables(eqn.invars)))
+        meets.append(stages)
+        made_of.update((v, stages) for v in eqn.outvars if size(v) > SMALL)
+    # [2] Backwards, the stages that each array without one meets, itself or what is made of it.
+    met: dict[Var, set[int]] = {}
+    for eqn, stages in zip(reversed(update.equations), reversed(meets), strict=True):
+        found = stages or set().union(*(met.get(v, set()) for v in eqn.outvars))
+        for v in variables(eqn.invars):
+            if size(v) > SMALL:  # numbers cross
+                met[v] = met.get(v, set()) | found
+    return {v for v in update.inputs if not made_of.get(v) and len(met.get(v, ())) > 1}

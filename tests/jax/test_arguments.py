@@ -305,3 +305,43 @@ def test_a_loss_that_is_no_mean_is_refused(wrong):
     arguments = (make("gpipe", 2, 2), stages(layer, layer), batches(1), wrong)
     with pytest.raises(RunError, match=r"1F0: ValueError: the loss is .*: give the mean over"):
         run(*arguments, REFUSING_TO_STEP, backend="jax")
+
+
+class Linen(linen.Module):
+    kind: str
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(6)(x)
+        if self.kind == "norm":
+            return linen.BatchNorm(use_running_average=False)(x)
+        if self.kind == "count":
+            number = self.variable("counts", "number", lambda: jnp.zeros(()))
+            number.value += 1
+        if self.kind == "noise":
+            x += jax.random.normal(self.make_rng("noise"), x.shape)
+        return linen.Dropout(0.5, deterministic=self.kind != "dropout")(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("dropout", 'draws random numbers: pass seed=0.* needs PRNG for "dropout"'),
+        ("noise", 'draws random numbers: pass seed=0.* needs PRNG for "noise"'),
+        ("norm", 'changes variables .*: use LayerNorm .*running averages.*"batch_stats"'),
+        ("count", 'changes variables .*"counts"'),
+        ("parameters alone", 'lacks variables: give all that module.init returns.*"batch_stats"'),
+    ],
+)
+def test_a_linen_module_that_does_not_fit_is_named(kind, match):
+    # Was: an error of flax's own, without the stage and the remedy.
+    alone = make("gpipe", 1, 2)
+    module = Linen("norm" if kind == "parameters alone" else kind)
+    keys = dict.fromkeys(["params", "dropout", "noise"], jax.random.key(0))
+    variables = module.init(keys, jnp.ones((2, 6)))
+    if kind == "parameters alone":
+        variables = variables["params"]
+    with pytest.raises(RunError, match=f"(?s)stage 0, a linen module, {match}"):
+        call("run", batches(1), alone, [(module, variables)], REFUSING_TO_STEP)
+    if kind == "noise":  # whatever the name of what it draws from
+        assert call("run", batches(1), alone, [(module, variables)], seed=0).check.passed

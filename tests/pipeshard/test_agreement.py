@@ -114,3 +114,22 @@ def test_shard_map_is_refused_by_its_name(reduce):
     for call in (pipeline_of(loss, reduce=reduce), pipeline_of(loss, reduce=reduce).compare):
         with pytest.raises(PipeshardError, match=r"shard_map \(.*with_sharding_constraint"):
             call(PARAMS, data(16))
+
+
+def test_nan_that_both_have_is_no_difference():
+    """In the state, in what the loss returns beside, and in a gradient."""
+
+    def step(state, batch):
+        def loss(params):
+            out = jnp.tanh(batch["x"] @ params[0])
+            mark_pipeline_boundary()
+            value = jnp.mean((out @ params[1] - batch["y"]) ** 2) + jnp.sqrt(params[2] @ params[2])
+            return value, jnp.log(-(out[:, 0] ** 2))
+
+        (value, aux), gradients = value_and_grad(loss, has_aux=True)(state[0])
+        return (gradients, state[1]), value, aux
+
+    state = [*PARAMS, jnp.zeros(3)], jnp.array([1.0, jnp.nan])
+    pipeline = parallelize(step, Pipeshard(4, devices=TWO))
+    check = pipeline.compare(state, data(16))
+    assert check.passed and check.ratio < 3, check

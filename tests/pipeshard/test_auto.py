@@ -289,6 +289,26 @@ def test_layers_receive_the_least_and_are_the_most_even(widths, n, draw):
         assert cost(AutoLayers(n, delta)(graph, parameters, data)) == best
 
 
+@pytest.mark.parametrize("scans", [1, 2])
+def test_a_scan_over_layers_is_one_equation(scans):
+    """Two of them are two layers, as the error for one advises."""
+
+    def loss(weights, x):
+        for some in jnp.split(weights, scans):
+            x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, some)[0]
+        return jnp.sum(x)
+
+    graph, parameters, data, _ = traced(loss, jnp.ones((4, 5, 5)), jnp.ones((3, 5)))
+    if scans == 2:
+        assert len(AutoLayers(2)(graph, parameters, data)) == 1
+        return
+    match = (
+        r"scan \(.*test_auto.py:\d+\) alone has .* one equation, .* make it 2 or more, one after"
+    )
+    with pytest.raises(PipeshardError, match=match):
+        AutoLayers(2)(graph, parameters, data)
+
+
 def test_what_layers_cannot_be():
     params, loss, batch = skips()
     graph, parameters, data, _ = traced(loss, params, batch)

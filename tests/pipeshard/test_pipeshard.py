@@ -495,6 +495,30 @@ def test_branches_in_the_update(optimizer):
     assert_equal(step, start(network()), data(32), Pipeshard(4), steps=3, tolerance=1e-4)
 
 
+def changing():
+    """Momentum by numbers in one array of the state, which change from step to step."""
+
+    def update(gradients, state, params=None):
+        rates, momentum = state
+        momentum = jax.tree.map(lambda m, g: jnp.stack([m, g], -1) @ rates[:2], momentum, gradients)
+        return jax.tree.map(lambda m: -0.1 * m, momentum), (0.9 * rates, momentum)
+
+    first = lambda params: (jnp.array([0.9, 0.1, 1]), jax.tree.map(jnp.zeros_like, params))  # noqa: E731
+    return optax.GradientTransformation(first, update)
+
+
+def test_an_array_of_the_state_that_several_stages_read():
+    """As Muon has its coefficients there. Was: "joins arrays of stages 0 and 1 in the update"."""
+    method, params = Pipeshard(4, devices=jax.devices()[:2]), network((6, 5, 3))
+    step, start = step_of(mse, changing())
+    state = start(params)
+    pipeline = assert_equal(step, state, data(32), method, tolerance=1e-4)
+    donating, copy = parallelize(step, method, donate_argnums=0), jax.tree.map(jnp.copy, state)
+    for _ in range(2):
+        state, copy = pipeline(state, data(32))[0], donating(copy, data(32))[0]
+    assert worst(copy, state) == 0
+
+
 # ---- random numbers
 
 
@@ -748,12 +772,23 @@ def assert_error(
         (dict(stages=5), "stages=5: the loss has 4 layers: ask for fewer"),
         (dict(stages=1), "stages=1: use 'uniform', a number of at least 2"),
         (dict(layers="auto"), "layers='auto': use 'manual'"),
+        (
+            dict(schedule="inference"),
+            "schedule='inference': use one that trains.* jit it .* pipelab.evaluate",
+        ),
+        (
+            dict(stages=2, schedule=Schedule.from_csv("0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3")),
+            "has forwards alone, and a step without a gradient is not supported yet",
+        ),
         (dict(reduce="max"), "reduce='max': use 'mean' or 'sum'"),
         (
             dict(reduce="sum"),
             "reduce='sum', but the loss is a mean over the batch: leave reduce out",
         ),
-        (dict(stages=3), "8 devices cannot be shared out equally over 3 meshes: pass devices="),
+        (
+            dict(stages=3),
+            "8 devices cannot be shared out equally over 3 meshes: pass devices=.* calls twice",
+        ),
         (
             dict(stages=2, schedule="pipedream"),
             "schedule 'pipedream' has no flush: use one that does",
@@ -1119,6 +1154,10 @@ def in_scan(params, x):
     return jax.lax.scan(body, unmarked(params, x), None, length=2)[0]
 
 
+def scanned(params, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x), None), unmarked(params, x), None, length=2)[0]
+
+
 def joined(state, batch):
     gradients = grad(mse)(state, batch)
     flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(gradients)])
@@ -1156,6 +1195,18 @@ def cast(state, batch):
         (
             lambda s, b: descend(grad(jax.checkpoint(mse))(s, b), s),
             r"marked inside (checkpoint|remat)",
+        ),
+        (
+            lambda s, b: (s, mse(s, b)),
+            "takes no gradient: parallelize trains, and a step without .* pipelab.evaluate",
+        ),
+        (
+            lambda s, b: descend(grad(lambda s: mse(s, b, scanned))(s), s),
+            r"a scan over layers \(.*py:\d+\) is one equation, .* make it two or more",
+        ),
+        (
+            lambda s, b: descend(grad(mse)(s, b), s) if s[0]["b"].sum() else s,
+            r"the value of argument 0\[0\]\['b'\] in Python \(.*test_pipeshard.py:\d+: Attempted",
         ),
         (joined, r"concatenate \(.*py:\d+\) joins arrays of stages \d and \d in the update"),
         (
@@ -1235,10 +1286,19 @@ def test_options_are_bound_beforehand():
     step = jax.jit(lambda s, b, train=True: descend(grad(mse)(s, b), s), static_argnames="train")
     pipeline = parallelize(step, Pipeshard(4))
     for call in (pipeline, pipeline.compile, pipeline.compare):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'train'"):
+        with pytest.raises(
+            TypeError, match=r"unexpected keyword argument 'train': .*partial\(step, train=False\)"
+        ):
             call(network(), data(32), train=False)
-    with pytest.raises(ValueError, match="static arguments"):
+    with pytest.raises(PipeshardError, match=r"static arguments, .* functools.partial"):
         pipeline(network(), data(32), False)
+    with pytest.raises(
+        PipeshardError,
+        match=r"of argument 2, False, in Python \(.*test_pipeshard.py:\d+: .* functools.partial",
+    ):
+        parallelize(lambda s, b, train: descend(s, s) if train else s, Pipeshard(4))(
+            network(), data(32), False
+        )
     with pytest.raises(
         PipeshardError, match=r"argument 2 is 'abc', not an array: bind it by functools.partial"
     ):
@@ -1256,6 +1316,11 @@ def test_wrong_calls():
         PipeshardError, match=r"called inside jax.jit or another transformation: call it outside"
     ):
         jax.jit(parallelize(step, Pipeshard(4)))(start(network()), data(32))
+    with (
+        jax.disable_jit(),
+        pytest.raises(PipeshardError, match=r"jax.disable_jit\(\) .* call the step itself"),
+    ):
+        parallelize(step, Pipeshard(4)).compile(start(network()), data(32))
     with pytest.raises(PipeshardError, match="the loss of this batch is nan on one device too"):
         parallelize(step, Pipeshard(4)).compare(
             start(network()), {**data(32), "x": np.full((32, 6), np.nan, np.float32)}

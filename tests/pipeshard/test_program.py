@@ -233,7 +233,8 @@ def test_batch_norm():
         return {"params": params} | new, value
 
     state = model.init(jax.random.key(0), data(32)["x"])
-    with pytest.raises(PipeshardError, match=r"This is BatchNorm.* use LayerNorm or GroupNorm"):
+    match = r"test_program.py:\d+, in .*normalization.py:\d+\).*This is BatchNorm.* use LayerNorm"
+    with pytest.raises(PipeshardError, match=match):
         parallelize(step, Pipeshard(4, devices=2))(state, data(32))
     # The other way that the error names: statistics of each micro-batch.
     pipeline = parallelize(step, Pipeshard(4, devices=2, reduce="mean"))

@@ -545,11 +545,18 @@ def test_weights_that_are_numbers(weight):
     assert worst(got, jax.value_and_grad(mean)(PARAMS)) < 1e-5
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_a_mean_over_what_a_mask_selects(has_aux):
+@pytest.mark.parametrize(
+    ("has_aux", "guard"),
+    [
+        (False, lambda count: count),
+        (True, lambda count: jnp.maximum(count, 1)),  # was: "neither a mean nor a sum"
+        (False, lambda count: jnp.where(count > 0, 2 * count, 1.0) / 2),
+    ],
+)
+def test_a_mean_over_what_a_mask_selects(has_aux, guard):
     def loss(params, batch):
-        pair = total_and_count(params, batch)
-        return (pair, {"count": pair[1]}) if has_aux else pair
+        total, count = total_and_count(params, batch)
+        return ((total, guard(count)), {"count": count}) if has_aux else (total, guard(count))
 
     def step(params, batch):
         value, gradients = value_and_grad(loss, has_aux=has_aux, weighted=True)(params, batch)
@@ -572,11 +579,24 @@ def test_a_mean_over_what_a_mask_selects(has_aux):
         (lambda total, count: total / count, "div"),
         (lambda total, count: total / jnp.maximum(count, 1), "max"),
         (lambda total, count: total / (count + 1e-6), "add"),
+        (lambda total, count: total / jnp.where(count > 0, count, 1), "gt"),
     ],
 )
 def test_masked_means_name_the_remedy(divide, name):
     loss = lambda params, batch: divide(*total_and_count(params, batch))  # noqa: E731
     assert_refused(rf": {name} \(.*return the sum and the weight.*weighted=True", loss, masked())
+
+
+def test_a_weight_that_does_not_add_up_is_named():
+    def step(params, batch):
+        loss = lambda p: (total_and_count(p, batch)[0], jnp.maximum(batch["mask"].max(), 1))  # noqa: E731
+        return value_and_grad(loss, weighted=True)(params)
+
+    match = (
+        r"the weight of the loss is neither a mean nor a sum .*reduce_max \(.*py:\d+\).*weigh by"
+    )
+    with pytest.raises(PipeshardError, match=match):
+        parallelize(step, Pipeshard(4, devices=TWO)).compile(PARAMS, masked())
 
 
 @pytest.mark.parametrize(
@@ -742,3 +762,13 @@ def shared_step(x, batch):
 @pytest.mark.parametrize("before", [shared_condition, shared_step])
 def test_a_loop_that_mixes_samples_is_refused(before):
     assert_refused("neither a mean nor a sum", loss_of(before=before))
+
+
+def test_a_network_that_the_loss_calls_twice():
+    """Each call marks its layers; each weight is one that two layers read."""
+
+    def loss(params, batch):
+        both = [two_layers(params, x) for x in (batch["x"], -batch["x"])]
+        return jnp.mean((both[0] - both[1] * batch["y"]) ** 2)
+
+    assert_exact(loss, stages=2)

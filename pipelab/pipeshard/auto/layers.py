@@ -16,6 +16,7 @@ Of them the one with the smallest sum of squared FLOPs is taken: the most even o
 from dataclasses import dataclass
 
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from pipelab.jax.jaxpr import Graph, Variables, place_of, variables
 from pipelab.optimize.cut.intervals import split_intervals
@@ -73,11 +74,22 @@ class AutoLayers:
         most, _ = split_intervals(lambda layer: shares, self.n)
         needed = most * self.n / work.sum() - 1
         largest = loss.equations[work.argmax()]
+        share = work.max() / work.sum()
+        remedy = (
+            f"; the most even layers need delta={np.ceil(needed * 100) / 100:g}, or ask for fewer "
+            "layers"
+        )
+        if list(jaxprs_in_params(largest.params)):
+            remedy = (
+                " and is one equation, which is not cut: make it "
+                f"{max(2, np.ceil(share * self.n)):g} or more, one after another (a scan over some "
+                "of the layers, then one over the next; a checkpoint around each layer, not around "
+                "the model)"
+            )
         return PipeshardError(
             f"AutoLayers(n={self.n}, delta={self.delta}): no {self.n} layers have FLOPs of at most "
             f"{1 + self.delta:g} times an equal share. {largest.primitive.name} "
-            f"({place_of(largest)}) alone has {work.max() / work.sum():.0%} of all; the most even "
-            f"layers need delta={np.ceil(needed * 100) / 100:g}, or ask for fewer layers"
+            f"({place_of(largest)}) alone has {share:.0%} of all{remedy}"
         )
 
 

@@ -20,7 +20,7 @@ from pipelab.pipeshard.arrays import (
 from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
 from pipelab.pipeshard.method import Pipeshard
-from pipelab.pipeshard.tracing import Arguments, TracedStep, trace
+from pipelab.pipeshard.tracing import WEIGHT, Arguments, TracedStep, trace
 
 
 class How(Enum):
@@ -105,15 +105,16 @@ def _combined(
     piece: TracedStep, whole: TracedStep, sizes: tuple[int, int], reduce: str | None
 ) -> Combined:
     found = Reductions(piece.loss, whole.loss, piece.batch, sizes)
-    combine = []
+    combine: list[Combine] = []
     exact = True
-    for i, pair in enumerate(zip(piece.loss.outputs, whole.loss.outputs, strict=True)):
+    pairs = zip(piece.loss.outputs, whole.loss.outputs, strict=True)
+    for name, pair in zip(piece.result_names, pairs, strict=True):
         tag = found.of(pair)
         exact &= tag.role is not Role.MIXED and tag.degree in BY_DEGREE
-        if i == 0:  # the loss; results beside it may be joined, too
+        if not combine:  # the loss; results beside it may be joined, too
             combine.append(_of_loss(tag, reduce))
         else:
-            combine.append(_of_aux(i - 1, tag, pair[0], found.axis_of(pair), reduce))
+            combine.append(_of_aux(name, tag, pair[0], found.axis_of(pair), reduce))
     return combine, found.axes, exact
 
 
@@ -179,7 +180,7 @@ def _of_loss(tag: Tag, reduce: str | None) -> Combine:
     )
 
 
-def _of_aux(i: int, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) -> Combine:
+def _of_aux(name: str, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) -> Combine:
     if axis is not None:
         if reduce or not (tag.role is Role.MIXED or tag.degree):
             return Combine(How.JOIN, axis)
@@ -189,9 +190,15 @@ def _of_aux(i: int, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) 
         return Combine(BY_DEGREE[tag.degree])
     elif reduce and tag.role is not Role.SAMPLES and is_inexact(atom):
         return Combine(How.MEAN)
-    why = f" ({tag.why})" if tag.why else ""
+    # Who has a masked mean beside the loss is not helped by how to write one as the loss.
+    why = f" ({tag.why.partition(';')[0]})" if tag.why else ""
+    if name == WEIGHT:
+        raise PipeshardError(
+            f"the weight of the loss is neither a mean nor a sum over the batch{why}: weigh by the "
+            "sum of something, such as a mask, and by what is made of that number alone"
+        )
     raise PipeshardError(
-        f"auxiliary result {i} of the loss, shape {shape_of(atom)}, is neither a mean nor a sum "
+        f"{name} of the loss, shape {shape_of(atom)}, is neither a mean nor a sum "
         f"over the batch nor one value per sample{why}: leave it out, or say "
         "Pipeshard(reduce='mean') to average it over the micro-batches"
     )
