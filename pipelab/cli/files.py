@@ -39,7 +39,7 @@ def check_targets(**targets: str | None) -> None:
     """Refuse what could not be written before any work is done for it: option=path."""
     paths = {option: Path(name) for option, name in targets.items() if name is not None}
     for option, path in paths.items():
-        if option in ("dump", "save", "out"):  # they make the folders above them
+        if option in ("save", "out"):  # they make the folders above them
             if not targets[option]:
                 raise ValueError(f"--{option} '': give the name of a folder")
             home = next(folder for folder in path.resolve().parents if folder.exists())

@@ -41,7 +41,6 @@ class RunOptions:
     Args:
         backend: default: threads; under torchrun or deepspeed: their ranks
         replicas: pipelines that train together (with a flush)
-        dump: write initial weights, batches and the weights after every update
         save: write a checkpoint at the end
         stop: end after K batches (with --save)
         resume: continue from a checkpoint
@@ -49,7 +48,6 @@ class RunOptions:
 
     backend: Literal["threads", "processes", "jax"] | None = None
     replicas: Count = 1
-    dump: Name = None
     save: Name = None
     stop: Count = None
     resume: Name = None
@@ -84,7 +82,7 @@ def run_command(
         raise ValueError("--distributed needs --backend jax; torch's ranks are started by torchrun")
     first = _join_processes() if distributed else os.environ.get("RANK", "0") == "0"
     if first:
-        check_targets(dump=options.dump, save=options.save)
+        check_targets(save=options.save)
     if jax and (model != "mlp" or dropout or balance != "uniform"):
         raise ValueError(
             "--backend jax has the mlp alone, two layers a stage and without dropout: leave out "

@@ -66,7 +66,7 @@ class JaxWing(Wing):
         self, schedule: Schedule, stages: Sequence[Any], options: Options, *, training: bool
     ) -> None:
         super().__init__(schedule, stages, options, training=training)
-        options.refuse("replicas", "autocast", "dump", "save", "stop", "resume")
+        options.refuse("replicas", "autocast", "save", "stop", "resume")
         self.seed = options.seed
         # Stages are looked at before a launcher is started: nothing is to be cleaned up.
         self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]

@@ -130,7 +130,7 @@ class Data(Sequence):
     """Those batches of a sequence that have these numbers, each read when it is first asked for.
 
     They are kept, as copies: a data set may draw anew at each access, or read the next batch into
-    the same memory, and the run, its reference and what is dumped have to be of the same data.
+    the same memory, and the run and its reference have to be of the same data.
     """
 
     def __init__(self, batches: Any, numbers: range, trees: Trees) -> None:

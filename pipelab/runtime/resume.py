@@ -46,14 +46,14 @@ def train(
              It keeps the last checkpoint and the losses; what else is in it stays as it is
     check    as for `run`, or "first": only the first part of this call
     name     what is trained, in words of yours: a folder of another name is refused
-    options  of `run`, but for dump, save, stop and resume
+    options  of `run`, but for save, stop and resume
 
     ValueError where the folder holds another training, or is used by one, or this one is done, or a
     checkpoint would replace what is not of this training; else as `run`.
     """
     if every < 1:
         raise ValueError(f"every={every}: give at least one batch a part")
-    if unknown := {*options} - {*DEFAULT} | {*options} & {"dump", "save", "stop", "resume"}:
+    if unknown := {*options} - {*DEFAULT} | {*options} & {"save", "stop", "resume"}:
         raise TypeError(f"train() has no option {min(unknown)!r}")
     check_sequence(batches)
     folder, wing, count = Path(folder), wing_of(options.get("backend")), len(batches)

@@ -38,7 +38,6 @@ def run(
     check: bool | str = True,
     reference: str = "batches",
     tolerance: float | None = None,
-    dump: str | Path | None = None,
     save: str | Path | None = None,
     stop: int | None = None,
     resume: str | Path | None = None,
@@ -94,8 +93,6 @@ def run(
                another model if the batch is cut
     tolerance  how many times further from the reference than rounding explains a tensor may be;
                default 3
-    dump       a new or empty folder for the initial weights, the batches and the weights after
-               every update
     save       a new or empty folder (that all ranks see) for a checkpoint afterwards; with `stop`,
                after that many batches. Where it cannot be written, the error's `run` is what
                would have been returned, without the check
@@ -120,10 +117,9 @@ def run(
     check_sequence(batches)
     given = schedule, stages, loss, optimizer, options
     session = Session(wing_of(backend), *given, batches=len(batches), training=True)
-    segment, folders = _segment(session, options), {"save": save, "dump": dump}
-    where = {name: new_folder(name, folder) for name, folder in folders.items()}
+    segment, folder = _segment(session, options), new_folder("save", save)
     with session:
-        return session.run(segment, batches, check=check, **where)
+        return session.run(segment, batches, check=check, save=folder)
 
 
 def evaluate(
@@ -175,10 +171,7 @@ def _segment(session: Session, options: Options) -> Segment:
     end = schedule.batches if stop is None else stop
     if not begun < end <= schedule.batches:
         raise ValueError(f"stop={stop}: give a batch after {begun}, at most {schedule.batches}")
-    segment = Segment(schedule, begun, end)
-    if options.dump and segment.table is not schedule:
-        raise ValueError("dump describes a whole run: leave it out with stop or resume")
-    return segment
+    return Segment(schedule, begun, end)
 
 
 def new_folder(name: str, folder: str | Path | None) -> Path | None:

@@ -125,15 +125,6 @@ class Wing(ABC):
         """The checkpoint's content of every stage."""
         return ()
 
-    def dump(  # noqa: B027
-        self,
-        folder: Path,
-        batches: Sequence[Any],
-        losses: list[float],
-        steps: Sequence[Sequence[Step]],
-    ) -> None:
-        """Write what an outsider needs to compute the run again."""
-
     def depends_on_cut(self) -> bool:
         """Whether a layer normalizes over the samples that it sees."""
         return False
@@ -216,20 +207,18 @@ class Session(AbstractContextManager):
         *,
         check: bool | str,
         save: Path | None = None,
-        dump: Path | None = None,
     ) -> Run:
         """Carry the segment out, and judge it.
 
         batches  by their numbers in the training; only those that are needed here are read
         save     where to keep a checkpoint afterwards
-        dump     where to write what an outsider needs to compute it again
         """
         with self.wing.context():
             # [1] what it starts from, for the reference
             wing, replicas, table = self.wing, self.options.replicas, segment.table
             start = self.states() if check and self.started else wing.start
             data = Data(batches, segment.batches, wing.trees)
-            # [2] run, and keep the checkpoint and the dump only if all of them could be written
+            # [2] run, and keep the checkpoint only if all of it could be written
             result: Run | None = None
             try:
                 with wing.saving(save, segment.batches.stop) as draft:
@@ -238,7 +227,7 @@ class Session(AbstractContextManager):
                         data,
                         paces=paces_of(table, self.options),
                         training=table.training,
-                        keep=bool(check) or dump is not None,
+                        keep=bool(check),
                         report=True,
                         save=draft,
                     )
@@ -251,8 +240,6 @@ class Session(AbstractContextManager):
                     # A rank that could not write its part keeps its outcome: the run is not lost.
                     for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
                         raise unsaved
-                if dump and self.launcher.first:
-                    wing.dump(dump, data, result.losses, steps_of(table, outcomes, 0))
             except Exception as error:
                 if result:
                     error.run = result  # type: ignore[attr-defined]

@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from pipelab.runtime.drafts import draft_of, writing
-from pipelab.runtime.stage import Step
-from pipelab.runtime.torch.state import StageState, on_cpu
+from pipelab.runtime.drafts import writing
+from pipelab.runtime.torch.state import StageState
 from pipelab.table.schedule import Schedule
 
 INDEX = "checkpoint.json"
@@ -205,48 +202,3 @@ def _digest_of(content: dict[str, Any]) -> str:
 
 def _file(folder: Path, stage: int) -> Path:
     return folder / f"stage_{stage:03}.pt"
-
-
-# ---- dumps: everything that an outsider needs to compute a run again
-
-
-def write_dump(
-    folder: Path,
-    schedule: Schedule,
-    stages: Sequence[nn.Module],
-    batches: Sequence[Any],
-    losses: list[float],
-    steps: Sequence[Sequence[Step]],
-) -> None:
-    """Write it as a draft first. OSError where that is not possible.
-
-    batches  of the whole schedule
-    steps    [stage][update]
-    """
-    data: list[dict[str, Tensor]] = [{} for _ in range(schedule.batches)]
-    for b, of_batch in enumerate(data):
-        for side, tree in zip(("input", "target"), batches[b], strict=True):
-            for i, leaf in enumerate(pytree.tree_leaves(tree)):
-                if isinstance(leaf, Tensor):
-                    of_batch[f"{side}.{i}"] = leaf
-    with draft_of(folder) as draft, writing(draft):
-        _save_tensors([stage.state_dict() for stage in stages], draft / "initial.safetensors")
-        _save_tensors(data, draft / "batches.safetensors")
-        for t in range(schedule.updates):
-            after = [of_stage[t].weights for of_stage in steps]
-            _save_tensors(after, draft / f"update_{t}.safetensors")
-        # What is not a tensor goes beside them, as text.
-        (draft / "schedule.csv").write_text(schedule.to_csv())
-        (draft / "losses.json").write_text(json.dumps(losses))
-
-
-def _save_tensors(parts: Sequence[dict[str, Tensor]], path: Path) -> None:
-    """Tensors of stages or batches, named "NUMBER.NAME"."""
-    # Copies, since safetensors refuses tensors that share memory, as tied weights do.
-    copies = {
-        f"{number}.{name}": tensor.to_dense().contiguous()
-        for number, part in enumerate(parts)
-        for name, tensor in on_cpu(part).items()
-        if isinstance(tensor, Tensor)  # a module's extra state may be anything
-    }
-    path.write_bytes(save(copies))

@@ -17,7 +17,7 @@ from torch import nn
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.session import Wing
-from pipelab.runtime.stage import Recipe, Step
+from pipelab.runtime.stage import Recipe
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.arithmetic import TorchArithmetic
@@ -204,24 +204,6 @@ class TorchWing(Wing):
         # From the files, so that what is judged is what was written.
         index = Index.read(folder)
         return [checkpoint.load_stage(folder, s, index) for s in range(len(self.stages))]
-
-    def dump(
-        self,
-        folder: Path,
-        batches: Sequence[Any],
-        losses: list[float],
-        steps: Sequence[Sequence[Step]],
-    ) -> None:
-        checkpoint.write_dump(folder, self.schedule, self.stages, batches, losses, steps)
-
-    def check_caller(self) -> None:
-        now = find_autocast(None, self.devices)
-        if now not in (None, self.autocast):
-            raise ValueError(
-                f"this call is in a torch.autocast of {now}, and the Trainer was made without it: "
-                "make the Trainer inside of the torch.autocast too, or give it autocast=torch."
-                "bfloat16"
-            )
 
     def depends_on_cut(self) -> bool:
         return normalizes_batches(self.stages)
