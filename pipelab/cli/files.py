@@ -24,8 +24,14 @@ def read_file(name: str, understood: Callable[[str], Any]) -> Any:
         raise ValueError(f"{name} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def read_csv(name: str) -> Schedule:
-    return read_file(name, lambda content: Schedule.from_csv(content, name=Path(name).stem))
+def read_csv(name: str, as_written: bool = False) -> Schedule:
+    """The table of a file; bare rows are torch's, whose transfers only count `as_written`."""
+
+    def read(content: str) -> Schedule:
+        ours = as_written or content.startswith("#")
+        return (Schedule.from_csv if ours else Schedule.from_torch_csv)(content, Path(name).stem)
+
+    return read_file(name, read)
 
 
 def read_profile(name: str) -> Profile:

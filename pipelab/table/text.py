@@ -4,7 +4,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipelab.table.action import COMPUTE, Action, Kind, Reads, ScheduleError, insert_updates
+from pipelab.table.action import (
+    COMPUTE,
+    Action,
+    Kind,
+    Reads,
+    ScheduleError,
+    insert_updates,
+    parse_cell,
+)
 from pipelab.table.placement import placement_of
 from pipelab.table.versions import VersionedTable
 
@@ -130,11 +138,10 @@ def _read_header(line: str) -> dict[str, Any]:
 
 
 def _read_row(r: int, cells: Sequence[str]) -> list[Action]:
-    row = []
+    row: list[Action] = []
     for c, cell in enumerate(map(str.strip, cells)):
-        if cell not in ("", "."):
-            try:
-                row.append(Action.parse(cell))
-            except ScheduleError as error:
-                raise ScheduleError(f"row {r}, cell {c}: {error}") from None
+        try:
+            row += parse_cell(cell)
+        except ScheduleError as error:
+            raise ScheduleError(f"row {r}, cell {c}: {error}") from None
     return row

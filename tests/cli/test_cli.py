@@ -92,6 +92,28 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
     )
 
 
+# 1F1B as torch's runtime dumps it, the last stage's second forward overlapped.
+DUMPED = """\
+0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD
+1UNSHARD,1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,(1F1;1B1)OVERLAP_F_B,1SEND_B1,1REDUCE_GRAD,1RESHARD
+"""
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
+def test_tables_with_transfers_are_simulated_exported_and_run(capsys, tmp_path, ours):
+    """torch's run beside the compute; in ours SEND and RECV meet, and a device waits in them."""
+    same, file, folder = make("pipedream_flush", 2, 2), tmp_path / "table.csv", tmp_path / "out"
+    file.write_text(same.with_transfers().to_csv() if ours else DUMPED)
+    valid = "its transfers safe for rendezvous"
+    assert valid in call(capsys, f"validate {file}")[1]
+    status, out, _ = call(capsys, f"simulate {file} --plot {tmp_path / 'x.svg'}")
+    assert (status, "waiting for a gradient" in out) == (0, not ours)
+    assert call(capsys, f"export {file} --out {folder}")[0] == 0
+    assert (folder / "schedule.csv").read_text() == same.to_torch_csv()
+    status, out, _ = call(capsys, f"run {file} --json")
+    assert status == 0 and json.loads(out)["check"]["passed"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
