@@ -71,8 +71,9 @@ def run_in_turn(
     with suppress(KeyboardInterrupt), tqdm(turns, unit="run", leave=False, disable=None) as shown:
         for name, schedule in shown:
             shown.set_description(name)
-            runs.setdefault(name, []).append(run(schedule))
-    if (done := sum(map(len, runs.values()))) < len(turns):
+            found = run(schedule)  # before there is a list for it: Ctrl-C may end it
+            runs.setdefault(name, []).append(found)
+    if 0 < (done := sum(map(len, runs.values()))) < len(turns):
         print(f"interrupted in run {done + 1} of {len(turns)}", file=sys.stderr)
     return runs
 
@@ -152,7 +153,7 @@ def compare_command(
         made = {name: make_for(name, devices, microbatches, costs, **sizes) for name in made}
         several = run_in_turn({name: table for name, (table, _) in made.items()}, run, repeats)
         if not several:
-            raise Failure("interrupted before the first run ended")
+            raise KeyboardInterrupt
         made = {name: made[name] for name in several}
     records = [compared(*made[name], several.get(name, ())) for name in made]
     title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from pipelab import Schedule
+from pipelab.measure.trace import read_bytes
 from pipelab.optimize.cut import Profile
+
+LARGEST_FILE = 2**26  # bytes of a table or a profile
 
 
 def read_file(name: str, understood: Callable[[str], Any]) -> Any:
     """The meaning of a file's text; an error names the file."""
-    content = Path(name).read_bytes()
     try:
+        content = read_bytes(name, LARGEST_FILE)
         return understood(content.decode("utf-8-sig"))  # a byte-order mark is no text
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not text") from None

@@ -28,7 +28,7 @@ from pipelab.schedules.v_half import v_half
 from pipelab.schedules.v_min import v_min
 from pipelab.schedules.zb_h1 import zb_h1
 from pipelab.schedules.zb_h2 import zb_h2
-from pipelab.table.action import Reads, ScheduleError, check_counts
+from pipelab.table.action import LARGEST, Reads, ScheduleError, check_counts
 from pipelab.table.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -49,7 +49,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
         zb_h2,
     )
 }
-LARGEST = 10_000_000  # actions that a table is made of: more take minutes
 
 
 def takes(name: str, option: str) -> bool:

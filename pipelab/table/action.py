@@ -37,6 +37,10 @@ _OVERLAPPED = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _WITHOUT_WORK = re.compile(r"\.?|\d+(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_SEND_?[FB]?)\d*")
 
 
+LARGEST = 10_000_000  # actions of a table: more take minutes
+MOST_DEVICES = 10_000
+
+
 class Reads(IntEnum):
     """Which weight version a forward reads (its backward reads the same one)."""
 

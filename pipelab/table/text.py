@@ -6,10 +6,13 @@ from typing import Any
 
 from pipelab.table.action import (
     COMPUTE,
+    LARGEST,
+    MOST_DEVICES,
     Action,
     Kind,
     Reads,
     ScheduleError,
+    check_counts,
     insert_updates,
     parse_cell,
 )
@@ -103,15 +106,19 @@ def parse_table(text: str, name: str, separator: str | None) -> dict[str, Any]:
     if the table has no updates, and empty lines do not count. Raises ScheduleError with the row and
     the cell.
     """
+    if text.count(separator or " ") + text.count("\n") > LARGEST:
+        raise ScheduleError(f"more than {LARGEST:,} cells: make a size of the table smaller")
     lines = text.splitlines()
     fields = _read_header(lines.pop(0)) if text.startswith("#") else {}
     devices = fields.pop("devices", None)
     if devices is None:
         lines = [line for line in lines if line.strip()]
-    elif any(line.strip() for line in lines[devices:]):
+    (count,) = check_counts(devices=max(len(lines), 1) if devices is None else devices)
+    if count > MOST_DEVICES:
+        raise ScheduleError(f"devices={count}: give at most {MOST_DEVICES:,}, a line each")
+    if any(line.strip() for line in lines[count:]):
         raise ScheduleError(f"header: devices={devices}, but there are more rows")
-    else:
-        lines = (lines + [""] * devices)[:devices]
+    lines = (lines + [""] * count)[:count]
     rows = [_read_row(r, line.split(separator)) for r, line in enumerate(lines)]
     cells = [a for row in rows for a in row]
     if not cells:

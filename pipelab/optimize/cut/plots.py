@@ -44,7 +44,8 @@ def partition(
     for name, found in items.items():
         pace = scale * found.bottleneck
         ax.plot([pace] * 2, [row - 0.5, row + len(found.stages) - 0.5], "--", **PACE)
-        ax.text(0, row - 0.55, name, fontsize=9, fontweight="bold", va="bottom")
+        look: dict[str, Any] = {"fontsize": 9, "fontweight": "bold", "parse_math": False}
+        ax.text(0, row - 0.55, name, va="bottom", **look)
         first = 0
         for s, stage in enumerate(found.stages):
             background = idle(ax, row, pace)

@@ -15,6 +15,7 @@ import numpy as np
 from pipelab.predict.costs import PASSES, Costs
 
 NUMBERS = (*PASSES, "weights", "activations", "output")
+MOST_LAYERS = 5000  # a cut looks at all pairs
 MOST_CUTS = 5000  # a graph with many branches side by side has too many places to cut
 
 
@@ -63,6 +64,10 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
+        if len(self.layers) > MOST_LAYERS:
+            raise ValueError(
+                f"{len(self.layers):,} layers: give at most {MOST_LAYERS:,}; join some of them"
+            )
         if not self.edges:
             # The class is frozen; a default that depends on the layers can only be set here.
             object.__setattr__(self, "edges", tuple(pairwise(range(len(self.layers)))))
