@@ -81,8 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RuntimeError as error:  # a run that failed: its stage's own traceback is the cause
         if not error.__cause__ and "RANK" in os.environ:
             return 1  # another rank has said it
-        traceback.print_exception(error.__cause__ or error)
-        status, message = 1, f"{command}: {error}"
+        if "can't allocate memory" in str(error):  # torch's words
+            status, message = 2, f"{command}: error: out of memory: make a size smaller"
+        else:
+            traceback.print_exception(error.__cause__ or error)
+            status, message = 1, f"{command}: {error}"
     finally:
         if sys.stdout:
             _drop_unwritable(sys.stdout)

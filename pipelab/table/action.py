@@ -39,6 +39,7 @@ _WITHOUT_WORK = re.compile(r"\.?|\d+(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_SEND_?[FB]
 
 LARGEST = 10_000_000  # actions of a table: more take minutes
 MOST_DEVICES = 10_000
+MOST_STAGES = 100_000
 
 
 class Reads(IntEnum):
