@@ -324,6 +324,19 @@ FORWARD = (
 )
 
 
+def test_a_trace_is_read_up_to_a_limit_of_unfolded_bytes(tmp_path, monkeypatch):
+    file = tmp_path / "run.json.gz"
+    file.write_bytes(gzip.compress(b" " * 2001))
+    monkeypatch.setattr("pipelab.measure.trace.LARGEST_TRACE", 2000)
+    with pytest.raises(
+        ValueError, match=r"run.json.gz: more than 2,000 bytes: give a smaller file"
+    ):
+        from_trace(file)
+    file.write_bytes(gzip.compress(b"{}")[:-12] + b"\xff" * 12)
+    with pytest.raises(ValueError, match=r"run.json.gz: cut off, or neither JSON nor CSV"):
+        from_trace(file)
+
+
 def test_our_own_trace_changed(tmp_path):
     trace, file = to_trace(simulate(make("gpipe", 2, 2))), tmp_path / "own.json"
     trace["otherData"]["table"] = trace["otherData"]["table"].replace("0F0", "0U0", 1)

@@ -102,6 +102,6 @@ def profile(found: Profile, ax: Axes | None = None) -> Axes:
         left = left + width
     style.lanes(ax, list(places), [layer.name for layer in found.layers])
     ax.invert_yaxis()
-    ax.set_xlabel(f"ms, {found.samples} samples")
+    ax.set_xlabel("ms" if found.samples is None else f"ms, {found.samples} samples")
     style.legend(ax)
     return ax
