@@ -7,10 +7,10 @@
 `pipelab.run` and `pipelab.plot` load torch and matplotlib when they are first used.
 """
 
+from pipelab.runtime import interrupt  # isort: skip (the first one: see there)
 from importlib import import_module
 from typing import Any
 
-from pipelab.runtime import interrupt  # isort: skip (the first one: see there)
 from pipelab.measure.diagnose import Diagnosis, diagnose
 from pipelab.measure.fit import fit
 from pipelab.measure.prediction import Explanation, explain

@@ -86,7 +86,7 @@ def _draw(grids: Sequence[Grid], ax: Axes | None) -> Axes:
     ax = style.axes(ax, width=width, height=0.75 * HEIGHT * rows + 0.7)
     left = 0.0
     for (title, cells, columns), width in zip(grids, widths, strict=True):
-        ax.text(left, 0.15, title, fontsize=9, va="bottom")
+        ax.text(left, 0.15, title, fontsize=9, va="bottom", parse_math=False)
         for number, (text, colour) in enumerate(cells):
             i, j = divmod(number, columns)
             corner = left + WIDTH * j, -HEIGHT * (i + 1)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from functools import partial, wraps
 from io import StringIO
+from itertools import takewhile
 from typing import Any, TextIO
 
 import tyro
@@ -74,14 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         status, message = 2, f"{command}: error: out of memory: make a size smaller ({error})"
     except (ValueError, OSError, ImportError) as error:
-        first, _, drawing = str(error).partition("\n")
+        first, _, drawing = (str(error).strip() or type(error).__name__).partition("\n")
         hint = " (`pipelab validate FILE` draws the table)" if drawing else ""
         status, message = 2, f"{command}: error: {shortened(first)}{hint}"
     except RuntimeError as error:  # a run that failed: its stage's own traceback is the cause
         if not error.__cause__ and "RANK" in os.environ:
             return 1  # another rank has said it
-        traceback.print_exception(error.__cause__ or error)
-        status, message = 1, f"{command}: {error}"
+        if "can't allocate memory" in str(error):  # torch's words
+            status, message = 2, f"{command}: error: out of memory: make a size smaller"
+        else:
+            traceback.print_exception(error.__cause__ or error)
+            status, message = 1, f"{command}: {error}"
     finally:
         if sys.stdout:
             _drop_unwritable(sys.stdout)
@@ -117,10 +121,18 @@ def chosen(command: str, words: Sequence[str]) -> Callable[[], Any]:
         sys.stdout.flush()
         if end.code:
             plain = re.sub(r"\x1b\[[\d;]*m", "", said.getvalue())
-            wrong = re.split("[─-]{3,}", plain)[1]  # between two rules; what may help follows
-            line = shortened(" ".join(wrong.replace("│", " ").strip("╮ \n").split()))
-            print(f"{command}: error: {line}", file=sys.stderr, flush=True)
+            print(f"{command}: error: {_first_part(plain)}", file=sys.stderr, flush=True)
         raise
+
+
+def _first_part(box: str) -> str:
+    """What stands first in tyro's box, in one line: up to the next rule; what may help follows."""
+    title, *lines = box.splitlines()
+    rule = "─" if title.startswith("╭") else "-"
+    if rule == "-":  # where a terminal has no lines, a rule is below the title
+        lines = lines[1:]
+    inner = (re.sub("^│ | │$", "", line).strip() for line in lines)
+    return shortened(" ".join(takewhile(lambda line: not line or line.strip(f"╰{rule}╯"), inner)))
 
 
 def _waiting(function: Callable[..., None]) -> Callable[..., Callable[[], None]]:

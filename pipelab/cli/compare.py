@@ -67,13 +67,16 @@ def run_in_turn(
     from tqdm import tqdm  # only who runs them needs it
 
     runs: dict[str, list[Any]] = {}
-    turns = [*schedules.items()] * repeats
-    with suppress(KeyboardInterrupt), tqdm(turns, unit="run", leave=False, disable=None) as shown:
+    count = len(schedules) * repeats
+    turns = (turn for _ in range(repeats) for turn in schedules.items())
+    look: dict[str, Any] = {"total": count, "unit": "run", "leave": False, "disable": None}
+    with suppress(KeyboardInterrupt), tqdm(turns, **look) as shown:
         for name, schedule in shown:
             shown.set_description(name)
-            runs.setdefault(name, []).append(run(schedule))
-    if (done := sum(map(len, runs.values()))) < len(turns):
-        print(f"interrupted in run {done + 1} of {len(turns)}", file=sys.stderr)
+            found = run(schedule)  # before there is a list for it: Ctrl-C may end it
+            runs.setdefault(name, []).append(found)
+    if 0 < (done := sum(map(len, runs.values()))) < count:
+        print(f"interrupted in run {done + 1} of {count}", file=sys.stderr)
     return runs
 
 
@@ -138,6 +141,8 @@ def compare_command(
         costs, title = cut.costs(transfer=transfer, bandwidth=bandwidth), Path(profile).stem
     sizes: dict[str, Any] = {"virtual": 2, "batches": batches}
     made, left_out = make_all(devices, microbatches, costs, **sizes)
+    if "gpipe" not in made:  # nor any other: it takes any sizes
+        raise ValueError(left_out["gpipe"])
 
     several: dict[str, list[Any]] = {}
     if not profile:  # each is predicted from the costs of one GPipe run
@@ -152,7 +157,7 @@ def compare_command(
         made = {name: make_for(name, devices, microbatches, costs, **sizes) for name in made}
         several = run_in_turn({name: table for name, (table, _) in made.items()}, run, repeats)
         if not several:
-            raise Failure("interrupted before the first run ended")
+            raise KeyboardInterrupt
         made = {name: made[name] for name in several}
     records = [compared(*made[name], several.get(name, ())) for name in made]
     title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from pipelab import Schedule
+from pipelab.measure.trace import read_bytes
 from pipelab.optimize.cut import Profile
+
+LARGEST_FILE = 2**26  # bytes of a table or a profile
 
 
 def read_file(name: str, understood: Callable[[str], Any]) -> Any:
     """The meaning of a file's text; an error names the file."""
-    content = Path(name).read_bytes()
     try:
+        content = read_bytes(name, LARGEST_FILE)
         return understood(content.decode("utf-8-sig"))  # a byte-order mark is no text
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not text") from None
@@ -27,8 +30,14 @@ def read_file(name: str, understood: Callable[[str], Any]) -> Any:
         raise ValueError(f"{name} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def read_csv(name: str) -> Schedule:
-    return read_file(name, lambda content: Schedule.from_csv(content, name=Path(name).stem))
+def read_csv(name: str, as_written: bool = False) -> Schedule:
+    """The table of a file; bare rows are torch's, whose transfers only count `as_written`."""
+
+    def read(content: str) -> Schedule:
+        ours = as_written or content.startswith("#")
+        return (Schedule.from_csv if ours else Schedule.from_torch_csv)(content, Path(name).stem)
+
+    return read_file(name, read)
 
 
 def read_profile(name: str) -> Profile:

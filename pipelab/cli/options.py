@@ -14,6 +14,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from pipelab import SCHEDULES, Costs, Reads, Schedule, make
 from pipelab.cli.files import read_csv
 from pipelab.optimize.cut import METHODS
+from pipelab.optimize.cut.profiles import MOST_LAYERS
 from pipelab.predict.costs import Recompute, Values
 
 
@@ -86,12 +87,18 @@ def counts_or_method(text: str) -> tuple[int, ...] | str:
     return whole_numbers(text) if text[:1].isdigit() else text
 
 
+def fits_balance(balance: tuple[int, ...] | str) -> bool:
+    if isinstance(balance, tuple):
+        return min(balance) >= 1 and sum(balance) <= MOST_LAYERS
+    return balance in CHAIN or balance.startswith("type:")
+
+
 Balance = Annotated[
     Any,
     number_option(
         counts_or_method,
-        lambda b: min(b) >= 1 if isinstance(b, tuple) else b in CHAIN or b.startswith("type:"),
-        f"counts such as 3,5,5,1, or one of {', '.join(CHAIN)}",
+        fits_balance,
+        f"counts such as 3,5,5,1, at most {MOST_LAYERS:,} in all, or one of {', '.join(CHAIN)}",
         "N,...|METHOD",
     ),
 ]

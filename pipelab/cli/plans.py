@@ -84,7 +84,7 @@ class ModelSizes:
 
     Args:
         profile: JSON of `profile`, or PipeDream's graph.txt
-        samples: that the profile's micro-batch had (default: as the file says, else 1)
+        samples: that the profile's micro-batch had (default: as the file says; graph.txt does not)
         key_heads: of grouped-query attention (default: as many as heads)
         feed: width of the feed-forward layers (default: 4 times hidden)
         gated: these have a gate (SwiGLU)

@@ -47,7 +47,8 @@ def show(json: bool, timeline: Timeline, proof: Any = None) -> None:
         print(dumps(describe(timeline) | ({"proof": proof.to_json()} if proof else {})))
         return
     rows = {"device": range(timeline.schedule.devices), "busy": timeline.busy}
-    rows |= {cause: idle for cause, idle in timeline.attribution().items() if any(idle)}
+    if not timeline.schedule.has_transfers:  # else a device waits inside of its SEND and RECV
+        rows |= {cause: idle for cause, idle in timeline.attribution().items() if any(idle)}
     print(timeline.summary())
     for name, cells in rows.items():
         print(f"{name:<22}" + "".join(f" {cell:>9.4g}" for cell in cells))

@@ -76,7 +76,7 @@ def run_command(
         paced: seconds per cost unit: slow down to the predicted times
         device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
     """
-    schedule = validate(table.make())
+    schedule = validate(table.make().without_transfers())  # executors post their own
     jax = options.backend == "jax"
     if distributed and not jax:
         raise ValueError("--distributed needs --backend jax; torch's ranks are started by torchrun")
@@ -276,7 +276,9 @@ def explain_command(
             spans: stage,kind,microbatch,start,end
     """
     check_targets(plot=plot)
-    ran = read_csv(schedule) if schedule and schedule.endswith(".csv") else schedule
+    ran: Any = schedule
+    if schedule and schedule.endswith(".csv"):
+        ran = read_csv(schedule).without_transfers()
     timeline = from_trace(traces, ran)
     found = diagnose(timeline)
     write_figure(plot, lambda: pipelab.plot.timeline(timeline))

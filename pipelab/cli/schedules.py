@@ -76,7 +76,8 @@ def export_command(
 
     check_targets(out=out)
     sizes = {"layers": layers or (), "samples": samples}
-    plan = export(table.make(costs), engine, out, costs=costs, **sizes)
+    schedule = table.make(costs).without_transfers()  # torch derives its own
+    plan = export(schedule, engine, out, costs=costs, **sizes)
     given, exported = plan["makespan"].values()
     print(f"{out}: {plan['schedule']} for {engine}, layers a stage {plan['layers']}")
     print(f"simulated: {given:.6g}")
@@ -91,7 +92,7 @@ def export_command(
 
 def validate_command(file: Positional[Annotated[str, arg(metavar="FILE")]]) -> None:
     """Check a table: complete, in order, no deadlock."""
-    schedule = read_csv(file)
+    schedule = read_csv(file, as_written=True)
     try:
         validate(schedule)
     except ScheduleError as error:

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipelab.measure.rebuild import Recorded
-from pipelab.table.action import Action, Kind
+from pipelab.table.action import Action, Kind, parse_cell
 
-NAMED = re.compile(r"PP:(\d+)([FBIWU])(\d+)")
+NAMED = re.compile(r"PP:((\d+)[FBIWU](\d+)|\(.*\)OVERLAP_F_B)")
 SENDS = re.compile(r"PP:(\d+)SEND_F\d+")  # a stage that has a next one
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -53,15 +53,19 @@ def read_rank(trace: dict[str, Any]) -> Rank:
 
     On a GPU a span is that of the kernels that were launched in it (on any thread: autograd has its
     own), without NCCL's; the profile needs ProfilerActivity.CUDA, or it shows the launches alone.
-    On a CPU it begins when the last receive in it ended and ends when a send begins.
+    On a CPU it begins when the last receive before its first operator ended and ends when a send
+    begins. Of a forward and a backward that torch overlaps, the latter has what autograd does.
+
+    Where a span holds another of the same action (`annotate`, in a schedule that torch annotates
+    itself), the inner one counts.
 
     An action's j-th occurrence is of batch j. Optimizer.step makes the updates: several in a batch
     are one for each stage of the rank, or else counted as one and divided evenly.
     """
     events = sorted(_events(trace["traceEvents"]), key=lambda e: (e.start, -e.end))
-    named = _named(events)
-    batch = 1 + max((a.microbatch for a, _ in named if a.kind is not Kind.U), default=0)
     clock = _Clock(events)
+    named = _named(events, clock)
+    batch = 1 + max((a.microbatch for a, _ in named if a.kind is not Kind.U), default=0)
     seen: Counter[Action] = Counter()
     spans = []
     for action, event in named:
@@ -86,16 +90,28 @@ def _events(records: Iterable[Any]) -> Iterator[Event]:
             yield Event(str(record["name"]), record.get("cat", ""), *times, link)
 
 
-def _named(events: list[Event]) -> list[tuple[Action, Event]]:
+def _named(events: list[Event], clock: "_Clock") -> list[tuple[Action, Event]]:
     """The events that are actions, micro-batches numbered in their batch."""
-    matches = [(NAMED.fullmatch(e.name), e) for e in events if e.kind == "user_annotation"]
-    found = [(Action(int(m[1]), Kind[m[2]], int(m[3])), e) for m, e in matches if m]
-    if not found:
+    named = [e for e in events if e.kind == "user_annotation" and NAMED.fullmatch(e.name)]
+    if not named:
         raise ValueError(
             "no span of a pipeline's action (PP:0F0): torch's GPipe and 1F1B name none; see "
             "pipelab.peers.torch_pipelining.annotate"
         )
-    return found
+    actions = [parse_cell(e.name.removeprefix("PP:")) for e in named]
+    outer: set[int] = set()
+    last: dict[Action, int] = {}  # where the latest span of each action stands
+    for i, (event, own) in enumerate(zip(named, actions, strict=True)):
+        for action in own:
+            if action in last and event.end <= named[last[action]].end:
+                outer.add(last[action])
+            last[action] = i
+    return [
+        pair
+        for i, (event, own) in enumerate(zip(named, actions, strict=True))
+        if i not in outer
+        for pair in zip(own, clock.parts(event) if len(own) > 1 else [event], strict=True)
+    ]
 
 
 class _Clock:
@@ -110,6 +126,9 @@ class _Clock:
         launches = [e for e in events if e.kind not in ON_DEVICE and e.link in work]
         self._launched = [e.start for e in launches]  # in order
         self._work = [work[e.link] for e in launches]
+        operators = [e for e in events if e.kind == "cpu_op"]
+        self._operators = [e.start for e in operators], [e.end for e in operators]
+        self._backwards = [e.start for e in operators if e.name.startswith("autograd::engine")]
         self._received = sorted(e.end for e in events if e.name.endswith(":recv"))
         self._sent = sorted(e.start for e in events if e.name == "c10d::send")
 
@@ -120,11 +139,27 @@ class _Clock:
         if a < b:
             starts, ends = zip(*self._work[a:b], strict=True)
             return min(starts), max(ends)
-        last = bisect_right(self._received, event.end) - 1
+        begins = self._operators[0]
+        a = bisect_left(begins, event.start)
+        begun = min(begins[a], event.end) if a < len(begins) else event.end  # what it waited for
+        last = bisect_right(self._received, begun) - 1
         start = max(event.start, self._received[last]) if last >= 0 else event.start
         first = bisect_left(self._sent, start)
         end = min(event.end, self._sent[first]) if first < len(self._sent) else event.end
         return start, end
+
+    def parts(self, event: Event) -> tuple[Event, Event]:
+        """A span as the forward in it and the backward: all before autograd's first, and the rest.
+
+        Halves, where the trace has no operators.
+        """
+        begins, ends = self._operators
+        middle = (event.start + event.end) / 2
+        i = bisect_left(self._backwards, event.start)
+        if i < len(self._backwards) and self._backwards[i] < event.end:
+            a, b = bisect_left(begins, event.start), bisect_left(begins, self._backwards[i])
+            middle = max(ends[a:b], default=event.start)
+        return event._replace(end=middle), event._replace(start=middle)
 
 
 def _updates(

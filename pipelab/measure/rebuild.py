@@ -12,6 +12,7 @@ from pipelab.predict.timeline import Timeline
 from pipelab.schedules import SCHEDULES, make, takes
 from pipelab.table.action import Action, Kind, ScheduleError
 from pipelab.table.schedule import Schedule
+from pipelab.table.transform import repeat
 from pipelab.table.validate import validate
 
 SAME = 2e-6  # seconds: traces round to microseconds, so what comes next may seem to be so early
@@ -41,6 +42,8 @@ def rebuilt_timeline(
     batch = batch or (total // updates if total % updates == 0 else total)
     sizes = batch, -(-total // batch), batch
     if isinstance(schedule, Schedule):
+        if schedule.batches == 1 and not schedule.asynchronous:  # as torch's tables, of every step
+            schedule = repeat(schedule, -(-total // schedule.microbatches))
         sizes = schedule.microbatches, schedule.batches, schedule.per_update
     rows, home = _rows(found, sizes[-1]), {s.action.stage: s.device for s in found}
     placement = tuple(home[stage] for stage in range(len(home)))

@@ -12,6 +12,7 @@ from torch import Tensor
 from pipelab.models.gpt2 import PADDING
 
 END = "<|endoftext|>"  # GPT-2's
+MOST = 2**28  # tokens of all batches: 2 GiB
 
 
 class Corpus(NamedTuple):
@@ -72,6 +73,10 @@ def batches(
 
     Passages from random places, the target one token later.
     """
+    if count * size * (length + 1) > MOST:
+        raise ValueError(
+            f"{count} batches of {size} samples of {length}: give at most {MOST:,} tokens in all"
+        )
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length, (count, size))
     passages = tokens.unfold(0, length + 1, 1)[torch.from_numpy(starts)]
     return [(p[:, :-1].contiguous(), p[:, 1:].contiguous()) for p in passages]

@@ -19,7 +19,7 @@ from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory_used, shares
 from pipelab.predict.simulate import compute_seconds, simulate, transfer_seconds
 from pipelab.predict.timeline import Timeline
-from pipelab.table.action import Kind, ScheduleError, check_counts
+from pipelab.table.action import LARGEST, Kind, ScheduleError, check_counts
 from pipelab.table.placement import check_placement, loop_placement, stages_of
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import check_type
@@ -91,6 +91,11 @@ def bound(
     check_type(Costs, costs=costs)
     devices, microbatches = check_counts(devices=devices, microbatches=microbatches)
     home = loop_placement(devices)
+    if 2 * devices * microbatches > LARGEST:
+        raise ScheduleError(
+            f"devices={devices} microbatches={microbatches}: more than {LARGEST:,} actions; make a "
+            "size smaller"
+        )
     if placement is not None:
         home = check_placement(placement, devices, each=True)
     check_type(Real, memory=math.inf if memory is None else memory)

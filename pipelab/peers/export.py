@@ -21,6 +21,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from pipelab.optimize.cut.profiles import MOST_LAYERS
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import simulate
@@ -105,6 +106,8 @@ def _shared_out(layers: Sequence[int], table: Schedule, titan: bool) -> list[int
     """Layers of each stage."""
     if not layers:
         raise ValueError("torchtitan's cut names the model's layers: give `layers`, how many")
+    if sum(layers) > MOST_LAYERS:
+        raise ValueError(f"layers: {sum(layers):,} in all; give at most {MOST_LAYERS:,}")
     if len(layers) == 1:
         return uniform(layers[0], table.stages)
     if len(layers) != table.stages:

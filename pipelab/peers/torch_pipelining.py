@@ -19,7 +19,8 @@ def annotate(*stages: Any) -> None:
     """Name the actions of a rank's stages to torch.profiler, as torch's runtime does: PP:0F0.
 
     For a run of your own, so that `from_trace` reads its profile: Schedule1F1B names none
-    of them, ScheduleGPipe says neither the stage nor how long it waits. Call it once.
+    of them, ScheduleGPipe says neither the stage nor how long it waits. In a schedule that names
+    its actions itself the names are the same, and `from_trace` takes these, without the waits.
     """
 
     def named(s: int, kind: Kind, method: Callable) -> Callable:

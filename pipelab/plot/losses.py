@@ -18,5 +18,5 @@ def losses(curves: dict[str, Sequence[float]], ax: Axes | None = None) -> Axes:
     ax.set_xlabel("batch")
     ax.set_ylabel("loss")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(fontsize=8, frameon=False)
+    style.plain(ax.legend(fontsize=8, frameon=False))
     return ax

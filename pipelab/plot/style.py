@@ -1,4 +1,5 @@
-"""Colours, axes, and the few shapes that all pictures are made of."""
+"""Colours, axes, and the few shapes that all pictures are made of. Names may have any character: no
+text is a formula."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,7 @@ import matplotlib.pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
@@ -59,14 +61,14 @@ def axes(ax: Axes | None, width: float = 10.0, height: float = 3.0) -> Axes:
 
 def lanes(ax: Axes, at: Sequence[float], names: Sequence[str], size: float = 9.0) -> None:
     """Name the lanes on the left, without ticks or a line."""
-    ax.set_yticks(at, names, fontsize=size)
+    ax.set_yticks(at, names, fontsize=size, parse_math=False)
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
 
 
 def title(ax: Axes, text: str) -> None:
     """A title above the left end."""
-    ax.set_title(text, loc="left", fontsize=10)
+    ax.set_title(text, loc="left", fontsize=10, parse_math=False)
 
 
 def legend(
@@ -75,7 +77,7 @@ def legend(
     """A legend in one row above the right end: of the handles, or of all that has a label."""
     if handles is None:
         handles = ax.get_legend_handles_labels()[0]
-    ax.legend(
+    found = ax.legend(
         handles=handles,
         loc="lower right",
         bbox_to_anchor=(1, 1),
@@ -85,6 +87,13 @@ def legend(
         borderaxespad=0.1,
         **look,
     )
+    plain(found)
+
+
+def plain(found: Legend) -> None:
+    """A legend whose names are no formulas."""
+    for text in found.get_texts():
+        text.set_parse_math(False)
 
 
 def box(
@@ -115,4 +124,4 @@ def label(
 ) -> Text:
     """Text in the middle of something that has the colour `on`."""
     centred: dict[str, Any] = {"ha": "center", "va": "center", "linespacing": 1, "color": ink(on)}
-    return ax.text(x, y, text, fontsize=size, **centred | look)
+    return ax.text(x, y, text, fontsize=size, parse_math=False, **centred | look)

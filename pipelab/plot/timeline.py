@@ -123,7 +123,8 @@ def _draw(ax: Axes, items: Mapping[str, Timeline], by_version: bool = False) -> 
         ticks += [top + d for d in shown]
         names += [f"device {d}" for d in shown]
         if name:
-            ax.text(0, top - 0.56, name, fontsize=9, fontweight="bold", va="bottom")
+            look: dict[str, Any] = {"fontsize": 9, "fontweight": "bold", "parse_math": False}
+            ax.text(0, top - 0.56, name, va="bottom", **look)
         top += t.schedule.devices + 1
     ax.set_ylim(top - 1.45, -1.1 if next(iter(items)) else -0.55)  # room for the first name
     style.lanes(ax, ticks, names, FONT)

@@ -9,7 +9,6 @@ function yields.
 [8, 8, 8, 8]
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pipelab.schedules.gpipe import gpipe
 from pipelab.schedules.inter_layer import inter_layer
 from pipelab.schedules.interleaved import interleaved
 from pipelab.schedules.looped_bfs import looped_bfs
+from pipelab.schedules.names import other_name
 from pipelab.schedules.pipedream import pipedream
 from pipelab.schedules.pipedream_2bw import pipedream_2bw
 from pipelab.schedules.pipedream_flush import pipedream_flush
@@ -28,7 +28,7 @@ from pipelab.schedules.v_half import v_half
 from pipelab.schedules.v_min import v_min
 from pipelab.schedules.zb_h1 import zb_h1
 from pipelab.schedules.zb_h2 import zb_h2
-from pipelab.table.action import Reads, ScheduleError, check_counts
+from pipelab.table.action import LARGEST, Reads, ScheduleError, check_counts
 from pipelab.table.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -49,13 +49,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
         zb_h2,
     )
 }
-ALSO_KNOWN_AS = {
-    "1f1b": "pipedream_flush",
-    "dapple": "pipedream_flush",
-    "megatron": "interleaved",
-    "naive": "inter_layer",
-}
-LARGEST = 10_000_000  # actions that a table is made of: more take minutes
 
 
 def takes(name: str, option: str) -> bool:
@@ -64,10 +57,9 @@ def takes(name: str, option: str) -> bool:
     ScheduleError for an unknown name.
     """
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(str(name).lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
-        hint = f"did you mean {ALSO_KNOWN_AS.get(near[0], near[0])}? " if near else ""
         raise ScheduleError(
-            f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}"
+            f"unknown schedule {name!r}: {other_name(str(name), SCHEDULES)}There are "
+            f"{', '.join(sorted(SCHEDULES))}"
         )
     return option in inspect.signature(SCHEDULES[name]).parameters
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from operator import index
 
-from pipelab.table.action import Action, ScheduleError
+from pipelab.table.action import MOST_STAGES, Action, ScheduleError
 
 
 def check_placement(
@@ -43,10 +43,10 @@ def stages_of(placement: Sequence[int]) -> list[list[int]]:
     >>> stages_of([0, 1, 1, 0])
     [[0, 3], [1, 2]]
     """
-    return [
-        [stage for stage, home in enumerate(placement) if home == device]
-        for device in range(max(placement) + 1)
-    ]
+    found: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for stage, home in enumerate(placement):
+        found[home].append(stage)
+    return found
 
 
 def loop_placement(devices: int, virtual: int = 1) -> tuple[int, ...]:
@@ -55,6 +55,7 @@ def loop_placement(devices: int, virtual: int = 1) -> tuple[int, ...]:
     >>> loop_placement(3, virtual=2)
     (0, 1, 2, 0, 1, 2)
     """
+    _check_stages(devices, virtual)
     return tuple(range(devices)) * virtual
 
 
@@ -64,4 +65,12 @@ def v_placement(devices: int) -> tuple[int, ...]:
     >>> v_placement(3)
     (0, 1, 2, 2, 1, 0)
     """
+    _check_stages(devices, 2)
     return (*range(devices), *reversed(range(devices)))
+
+
+def _check_stages(devices: int, virtual: int) -> None:
+    if devices * virtual > MOST_STAGES:
+        raise ScheduleError(
+            f"devices={devices} with {virtual} stages each: give at most {MOST_STAGES:,} stages"
+        )

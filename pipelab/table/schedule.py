@@ -1,7 +1,7 @@
 """A schedule: a table of actions with everything that follows from it."""
 
 from pipelab.table.text import draw_grid, parse_table, write_csv, write_grid, write_torch_csv
-from pipelab.table.transform import forward_only, part, with_transfers
+from pipelab.table.transform import forward_only, part, with_transfers, without_transfers
 from pipelab.table.versions import VersionedTable
 
 
@@ -21,6 +21,7 @@ class Schedule(VersionedTable):
     part = part
     forward_only = forward_only
     with_transfers = with_transfers
+    without_transfers = without_transfers
 
     # Text: a grid for people, CSV for files, torch's CSV for torch.
     grid = draw_grid
@@ -30,7 +31,10 @@ class Schedule(VersionedTable):
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> "Schedule":
-        """Read `to_csv`, or bare rows: an empty cell is idle; a table without updates gets them."""
+        """Read `to_csv`, or bare rows: an empty cell is idle; a table without updates gets them.
+
+        torch's overlapped cells are read as a forward, then a backward.
+        """
         return cls(**parse_table(text, name, ","))
 
     @classmethod
@@ -38,4 +42,11 @@ class Schedule(VersionedTable):
         """Read `str(schedule)`, or a bare grid: cells apart by spaces, `.` for idle."""
         return cls(**parse_table(text, name, None))
 
-    from_torch_csv = from_csv
+    @classmethod
+    def from_torch_csv(cls, text: str, name: str = "csv") -> "Schedule":
+        """Read what torch dumps: `from_csv`, without the transfers that it may have.
+
+        torch's transfers run beside the compute, wherever they are written, so that they are those
+        of a table without any; with them, SEND and RECV meet.
+        """
+        return cls.from_csv(text, name).without_transfers()

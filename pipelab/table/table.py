@@ -92,7 +92,6 @@ class Table:
             )
 
     def _check_row(self, d: int, row: Sequence[Action]) -> None:
-        here = {stage for stage, home in enumerate(self.placement) if home == d}
         total = self.total
         for i, action in enumerate(row):
             if not (isinstance(action, Action) and isinstance(action.kind, Kind)):
@@ -101,11 +100,11 @@ class Table:
                 )
             stage, kind, microbatch = action
             limit = self.updates if kind == Kind.U else total
-            if stage in here and 0 <= microbatch < limit:
-                continue
             if not 0 <= stage < self.stages:
                 why = f"stage {stage} is not among stages 0 to {self.stages - 1}"
-            elif stage not in here:
+            elif 0 <= microbatch < limit and self.placement[stage] == d:
+                continue
+            elif self.placement[stage] != d:
                 why = f"stage {stage} is placed on device {self.placement[stage]}"
             else:
                 why = f"number {microbatch} is not in 0 to {limit - 1}"

@@ -4,7 +4,18 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipelab.table.action import COMPUTE, Action, Kind, Reads, ScheduleError, insert_updates
+from pipelab.table.action import (
+    COMPUTE,
+    LARGEST,
+    MOST_DEVICES,
+    Action,
+    Kind,
+    Reads,
+    ScheduleError,
+    check_counts,
+    insert_updates,
+    parse_cell,
+)
 from pipelab.table.placement import placement_of
 from pipelab.table.versions import VersionedTable
 
@@ -95,15 +106,19 @@ def parse_table(text: str, name: str, separator: str | None) -> dict[str, Any]:
     if the table has no updates, and empty lines do not count. Raises ScheduleError with the row and
     the cell.
     """
+    if text.count(separator or " ") + text.count("\n") > LARGEST:
+        raise ScheduleError(f"more than {LARGEST:,} cells: make a size of the table smaller")
     lines = text.splitlines()
     fields = _read_header(lines.pop(0)) if text.startswith("#") else {}
     devices = fields.pop("devices", None)
     if devices is None:
         lines = [line for line in lines if line.strip()]
-    elif any(line.strip() for line in lines[devices:]):
+    (count,) = check_counts(devices=max(len(lines), 1) if devices is None else devices)
+    if count > MOST_DEVICES:
+        raise ScheduleError(f"devices={count}: give at most {MOST_DEVICES:,}, a line each")
+    if any(line.strip() for line in lines[count:]):
         raise ScheduleError(f"header: devices={devices}, but there are more rows")
-    else:
-        lines = (lines + [""] * devices)[:devices]
+    lines = (lines + [""] * count)[:count]
     rows = [_read_row(r, line.split(separator)) for r, line in enumerate(lines)]
     cells = [a for row in rows for a in row]
     if not cells:
@@ -130,11 +145,10 @@ def _read_header(line: str) -> dict[str, Any]:
 
 
 def _read_row(r: int, cells: Sequence[str]) -> list[Action]:
-    row = []
+    row: list[Action] = []
     for c, cell in enumerate(map(str.strip, cells)):
-        if cell not in ("", "."):
-            try:
-                row.append(Action.parse(cell))
-            except ScheduleError as error:
-                raise ScheduleError(f"row {r}, cell {c}: {error}") from None
+        try:
+            row += parse_cell(cell)
+        except ScheduleError as error:
+            raise ScheduleError(f"row {r}, cell {c}: {error}") from None
     return row

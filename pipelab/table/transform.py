@@ -1,9 +1,9 @@
-"""Tables made of a table: fewer or more batches, forwards alone, transfers written out."""
+"""Tables made of a table: fewer or more batches, forwards alone, transfers written out or not."""
 
 from dataclasses import replace
 from typing import TypeVar
 
-from pipelab.table.action import Action, Kind, Reads, ScheduleError
+from pipelab.table.action import COMPUTE, Action, Kind, Reads, ScheduleError
 from pipelab.table.versions import VersionedTable
 
 AnyTable = TypeVar("AnyTable", bound=VersionedTable)
@@ -113,3 +113,8 @@ def with_transfers(table: AnyTable) -> AnyTable:
     for _, d, action in sorted(events):
         rows[d].append(action)
     return replace(table, rows=rows)
+
+
+def without_transfers(table: AnyTable) -> AnyTable:
+    """The same table without SEND and RECV: they follow from the placement."""
+    return replace(table, rows=[[a for a in row if a.kind in COMPUTE] for row in table.rows])

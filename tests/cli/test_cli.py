@@ -1,5 +1,6 @@
 """The command line: its JSON keys, its errors, its files."""
 
+import gzip
 import json
 import signal
 import subprocess
@@ -92,6 +93,28 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
     )
 
 
+# 1F1B as torch's runtime dumps it, the last stage's second forward overlapped.
+DUMPED = """\
+0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD
+1UNSHARD,1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,(1F1;1B1)OVERLAP_F_B,1SEND_B1,1REDUCE_GRAD,1RESHARD
+"""
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
+def test_tables_with_transfers_are_simulated_exported_and_run(capsys, tmp_path, ours):
+    """torch's run beside the compute; in ours SEND and RECV meet, and a device waits in them."""
+    same, file, folder = make("pipedream_flush", 2, 2), tmp_path / "table.csv", tmp_path / "out"
+    file.write_text(same.with_transfers().to_csv() if ours else DUMPED)
+    valid = "its transfers safe for rendezvous"
+    assert valid in call(capsys, f"validate {file}")[1]
+    status, out, _ = call(capsys, f"simulate {file} --plot {tmp_path / 'x.svg'}")
+    assert (status, "waiting for a gradient" in out) == (0, not ours)
+    assert call(capsys, f"export {file} --out {folder}")[0] == 0
+    assert (folder / "schedule.csv").read_text() == same.to_torch_csv()
+    status, out, _ = call(capsys, f"run {file} --json")
+    assert status == 0 and json.loads(out)["check"]["passed"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -156,6 +179,13 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
             "simulate dualpipe_v --devices 100000 --microbatches 1",
             "more than 10,000,000 actions",
         ),
+        ("compare --devices 10000000", "gpipe devices=10000000 microbatches=4 virtual=1"),
+        ("compare --microbatches 10000000", "made of more than 10,000,000 actions"),
+        ("search --devices 1000000000 --microbatches 2", "give at most 100,000 stages"),
+        ("search --devices 2 --microbatches 2 --virtual 1000000000", "at most 100,000 stages"),
+        ("search --devices 1000000000 --microbatches 2 --placement v", "at most 100,000 stages"),
+        ("bound --devices 1000000000 --microbatches 2", "give at most 100,000 stages"),
+        ("bound --devices 2 --microbatches 1000000000", "more than 10,000,000 actions; make a"),
         (
             "search --devices 2 --microbatches 100000",
             "600,000 actions. The search takes 200,000",
@@ -193,6 +223,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, mon
         "run gpipe --seed -1",
         "run gpipe --balance 3,0",
         "run gpipe --balance 3,x",
+        "run gpipe --balance 3,1000000000",
         "train gpt2 --balance pipedream",
         "run gpipe --seed 99999999999999999999",
     ],
@@ -202,6 +233,19 @@ def test_bad_usage_is_one_line_and_status_2(capsys, line):
         main(line.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("word", ["---", "a --- b", "-" * 12])
+def test_dashes_in_an_option_do_not_end_its_error(capsys, monkeypatch, word, encoding):
+    """The parser's box has rules of dashes, too, where a terminal has no lines."""
+    monkeypatch.setattr("tyro._fmtlib._should_use_utf8_drawing_chars", lambda: encoding == "utf-8")
+    with pytest.raises(SystemExit):
+        main(["plan", "--devices", "2", "--batch", "4", "--layers", word])
+    error = (
+        f"pipelab plan: error: Error parsing --layers: {word!r}: give a whole number of at least 1"
+    )
+    assert capsys.readouterr().err == error + "\n"
 
 
 @pytest.mark.parametrize(
@@ -275,13 +319,35 @@ def test_broken_tables(capsys, tmp_path):
         "0F0,0B0,0U99999999999999999999999",
         "# microbatches=100000000000\n0F0,0B0",
         "# batches=9\n0F0,0B0",
+        "# devices=999999999\n0F0,0B0",
+        "# devices=-1\n0F0,0B0\n1F0,1B0",
+        "0F0\n" * 10_001,
+        "," * 10_000_001,
     ],
+    ids=lambda text: text[:20],
 )
 def test_numbers_beyond_reason(capsys, tmp_path, text):
     table = tmp_path / "huge.csv"
     table.write_text(text)
     status, out, err = call(capsys, f"validate {table}")
     assert (status, out, err.count("\n")) == (2, "", 1)
+    if text.startswith("# devices=9"):
+        assert "devices=999999999: give at most 10,000, a line each" in err
+
+
+@pytest.mark.parametrize("command", ["validate", "partition --devices 1 --profile"])
+def test_a_file_is_read_up_to_a_limit_of_unfolded_bytes(capsys, tmp_path, command):
+    file = tmp_path / "blanks.csv"
+    file.write_bytes(gzip.compress(b" " * (2**26 + 1), 1))
+    error = "blanks.csv: more than 67,108,864 bytes: give a smaller file\n"
+    assert call(capsys, f"{command} {file}")[2].endswith(error)
+    assert call(capsys, f"{command} /dev/zero")[0] == 2
+
+
+def test_a_files_name_is_no_formula(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "$x^$y$.csv").write_text(make("gpipe", 2, 2).to_torch_csv())
+    assert call(capsys, "simulate $x^$y$.csv --plot out.svg")[::2] == (0, "")
 
 
 def test_a_reader_that_has_enough_is_no_error(tmp_path):

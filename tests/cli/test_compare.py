@@ -2,9 +2,11 @@
 
 import json
 import re
+import signal
 
 import pytest
 
+import pipelab
 from pipelab import Costs, simulate
 from pipelab.cli import main
 from pipelab.cli.compare import compared, comparison_text, run_in_turn
@@ -137,9 +139,26 @@ def test_runs_are_repeated_in_turn_and_what_there_is_survives_an_interrupt(capsy
     assert run_in_turn({"a": "A", "b": "B"}, run, 3) == {"a": [1, 3], "b": [2, 4]}
     assert order == ["A", "B", "A", "B", "A"]
     assert "interrupted in run 5 of 6" in capsys.readouterr().err
+    order[:] = "A", "B", "A"
+    assert run_in_turn({"a": "A", "b": "B"}, run, 2) == {"a": [4]}  # no list for one that has none
+    assert "interrupted in run 2 of 4" in capsys.readouterr().err
     order.clear()
     assert run_in_turn({"a": "A", "b": "B"}, run, 2) == {"a": [1, 3], "b": [2, 4]}
     assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_before_any_run_has_ended_is_one_line_and_status_130(capsys, monkeypatch):
+    runs, run = [], pipelab.run
+
+    def third(*arguments, **options):  # after the two that its costs are from
+        runs.append(1)
+        if len(runs) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(pipelab, "run", third)
+    assert main(["compare", "--devices", "2", "--batches", "1"]) == 130
+    assert capsys.readouterr() == ("", "pipelab compare: interrupted\n")
 
 
 def test_compare_shows_the_spread(capsys):

@@ -191,6 +191,44 @@ def test_on_a_gpu_a_span_is_that_of_its_kernels(tmp_path):
     assert t.end == pytest.approx([100e-6, 190e-6, 210e-6])
 
 
+@pytest.mark.parametrize("annotated", [False, True])
+def test_a_forward_and_a_backward_that_torch_overlaps(tmp_path, annotated):
+    """In the span of both autograd's operators are the backward's; a receive that ends later than
+    the first operator is of another action. Spans of `annotate` inside say it themselves."""
+    events = []
+
+    def span(name, kind, start, end):
+        events.append({"ph": "X", "name": name, "cat": kind, "ts": start, "dur": end - start})
+
+    def action(name, start, end, inside=False):
+        if annotated or not inside:
+            span(f"PP:{name}", "user_annotation", start, end)
+
+    for step in (0, 1000):
+        action("0F0", step, step + 10)
+        action("(0F1;0B0)OVERLAP_F_B", step + 20, step + 100)
+        span("gloo:recv", "user_annotation", step + 5, step + 30)
+        action("0F1", step + 31, step + 52, inside=True)
+        span("aten::linear", "cpu_op", step + 32, step + 50)
+        span("gloo:recv", "user_annotation", step + 5, step + 40)
+        span("gloo:recv", "user_annotation", step + 5, step + 60)
+        action("0B0", step + 61, step + 99, inside=True)
+        span("autograd::engine::evaluate_function: MmBackward0", "cpu_op", step + 62, step + 98)
+        span("gloo:recv", "user_annotation", step + 5, step + 80)
+        action("0B1", step + 100, step + 110)
+    file = tmp_path / "overlapped.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    table = "0F0,(0F1;0B0)OVERLAP_F_B,0B1"
+    t = from_trace(file, Schedule.from_torch_csv(table))  # of one step; there are two
+    assert (t.schedule.batches, t.schedule.microbatches) == (2, 2)
+    assert t.schedule.rows == from_trace(file).schedule.rows
+    forward, backward = ((31, 52), (61, 99)) if annotated else ((30, 50), (60, 100))
+    for k, step in ((0, 0), (2, 1000)):
+        a, b = (t.schedule.position[key] for key in ((0, Kind.F, k + 1), (0, Kind.B, k)))
+        assert (t.start[a], t.end[a]) == pytest.approx([(step + x) * 1e-6 for x in forward])
+        assert (t.start[b], t.end[b]) == pytest.approx([(step + x) * 1e-6 for x in backward])
+
+
 def test_an_engine_of_deepspeeds_names_its_actions(tmp_path):
     from torch.profiler import ProfilerActivity, profile
 
@@ -284,6 +322,19 @@ CSV = "stage,kind,microbatch,start,end\n"
 FORWARD = (
     '{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "PP:0F0", "ts": 0, "dur": %s}]}'
 )
+
+
+def test_a_trace_is_read_up_to_a_limit_of_unfolded_bytes(tmp_path, monkeypatch):
+    file = tmp_path / "run.json.gz"
+    file.write_bytes(gzip.compress(b" " * 2001))
+    monkeypatch.setattr("pipelab.measure.trace.LARGEST_TRACE", 2000)
+    with pytest.raises(
+        ValueError, match=r"run.json.gz: more than 2,000 bytes: give a smaller file"
+    ):
+        from_trace(file)
+    file.write_bytes(gzip.compress(b"{}")[:-12] + b"\xff" * 12)
+    with pytest.raises(ValueError, match=r"run.json.gz: cut off, or neither JSON nor CSV"):
+        from_trace(file)
 
 
 def test_our_own_trace_changed(tmp_path):

@@ -291,6 +291,8 @@ def test_the_authors_profiles_are_read():
         ('{"layers": [{"name": "a", "speed": 1}]}', "no profile: .*speed"),
         ('{"layers": [{"name": "a", "forward": -1}]}', "layer 'a' has forward=-1: give at least 0"),
         ('{"layers": [{"name": "a"}], "edges": [[0, 0]]}', "edge 0 -> 0"),
+        ('{"layers": [{"name": "a"}], "samples": 0}', "samples=0: give a whole number"),
+        ('{"layers": [' + 5000 * '{"name": "a"}, ' + '{"name": "b"}]}', "5,001 layers: give at m"),
         ("{", "no profile"),
     ],
 )

@@ -497,6 +497,21 @@ def test_a_profile_and_a_machine_in_numbers(capsys, tmp_path):
     assert json.loads(out)["best"]["parts"]["compute"] == 4 * 3 * (8 / 8) / 4
 
 
+def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp_path):
+    file = tmp_path / "graph.txt"
+    times = "forward_compute_time=64, backward_compute_time=128"
+    node = f"node%d -- Linear -- {times}, activation_size=8, parameter_size=8\n"
+    file.write_text(node % 1 + node % 2 + "\tnode1 -- node2\n")
+    line = f"--profile {file} --memory inf --bandwidth 1e9 --devices 2 --batch 128 --json"
+    status, out, err = call(capsys, line)
+    assert (status, out) == (2, "")
+    assert "the profile does not say of how many samples its times are: give their number" in err
+    found = json.loads(call(capsys, f"{line} --samples 64")[1])
+    assert found["best"]["parts"]["compute"] == pytest.approx(2 * 0.192 * (128 / 64) / 2)
+    found = Profile.read(file.read_text())
+    assert found.samples is None and Profile.read(found.to_json()) == found
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -126,6 +126,7 @@ def test_what_would_be_trained_otherwise_is_refused(schedule, engine, problem, t
         ({"layers": [1, 1, 0, 1]}, "layers of stage 2=0: give a whole number"),
         ({"layers": []}, "give `layers`"),
         ({"layers": [4], "samples": 0}, "samples=0"),
+        ({"layers": [10**9]}, "layers: 1,000,000,000 in all; give at most 5,000"),
         ({"layers": [4], "costs": Costs(forward=[1, 2])}, "forward"),
     ],
 )

@@ -136,6 +136,23 @@ def test_losses():
     assert list(ax.lines[0].get_ydata()) == [3, 2, 1]
 
 
+def test_names_are_no_formulas():
+    odd = r"$^$ \$x$"  # which matplotlib would not read
+    t = simulate(replace(make("gpipe", 2, 2), name=odd))
+    layers = Profile((Layer(odd, forward=1), Layer("b", forward=1)))
+    cut = split_layers(layers, 2)
+    drawn = (
+        lambda: plot.timeline(t),
+        lambda: plot.timelines({odd: t}),
+        lambda: plot.losses({odd: [1, 2]}),
+        lambda: plot.versions(t, 0),
+        lambda: plots.partition({odd: cut}),
+        lambda: plots.profile(layers),
+    )
+    for draw in drawn:
+        draw().figure.canvas.draw()
+
+
 def test_colours_by_the_version_that_is_read():
     t = simulate(make("pipedream", 3, 6))
     ax = plot.timeline(t, by_version=True)

@@ -24,7 +24,8 @@ from pipelab.optimize.order import memory_used
 from pipelab.optimize.order.best import named_schedules
 from pipelab.optimize.order.problem import OrderProblem
 from pipelab.predict.theory import THEORY
-from pipelab.schedules import takes
+from pipelab.schedules import SCHEDULES, takes
+from pipelab.schedules.names import ALSO_KNOWN_AS
 from tests.conftest import SPLIT, tables
 from tests.runtime import test_run
 
@@ -266,6 +267,14 @@ def test_more_batches_are_the_same_batch_again(case):
     [
         (("gpip", 4, 8), "unknown schedule 'gpip': did you mean gpipe?"),
         (("1F1B", 4, 8), "did you mean pipedream_flush?"),
+        (("Interleaved1F1B", 4, 8), "did you mean interleaved. That is its name here"),
+        (("ScheduleZBVZeroBubble", 4, 8), "did you mean zb_v. That is its name here"),
+        (("DualPipeV", 4, 8), "did you mean dualpipe_v. That is its name here"),
+        (("LoopedBFS", 4, 8), "did you mean looped_bfs. That is its name here"),
+        (("InterleavedZeroBubble", 4, 8), "did you mean zb_h1. The nearest: it has one stage a"),
+        (("ZB-H2", 4, 8), "did you mean zb_h2. "),
+        (("inference", 4, 8), "'inference': Every schedule's forwards run alone by pipelab.eval"),
+        (("nope", 4, 8), "'nope': There are dualpipe_v"),
         ((None, 4, 8), "unknown schedule None"),
         (("gpipe", -1, 8), "devices=-1: give a whole number of at least 1"),
         (("gpipe", 4, 0), "microbatches=0"),
@@ -275,6 +284,11 @@ def test_more_batches_are_the_same_batch_again(case):
 def test_bad_sizes_and_names(arguments, message):
     with pytest.raises(ScheduleError, match=message):
         make(*arguments)
+
+
+def test_other_names_lead_to_names_that_there_are():
+    assert {ours for ours, _ in ALSO_KNOWN_AS.values() if ours} <= set(SCHEDULES)
+    assert all(ours or note for ours, note in ALSO_KNOWN_AS.values())
 
 
 def test_chunks_are_for_interleaved_alone():

@@ -1,12 +1,20 @@
 """Schedules with two chunks a device in a V: figures, published bubbles, peaks, torch's tables."""
 
+import csv
+import io
 import re
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    _add_reduce_grad,
+    _add_send_recv,
+    _add_unshard_reshard,
+)
 from torch.nn import functional as F
 
 from pipelab import Costs, Kind, Schedule, ScheduleError, make, memory, run, simulate, validate
@@ -152,13 +160,20 @@ def test_zb_v_may_have_any_memory_and_devices_without_bytes():
 
 
 def of_torch(kind, p, m):
-    """torch's rows as text; a pair that it overlaps is its forward, then its backward."""
+    """torch's rows, by rank."""
     sizes = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
-    rows = []
-    for rank in range(p):
-        cells = [cell for cell in kind._calculate_single_rank_operations(sizes, rank) if cell]
-        rows.append([str(part) for cell in cells for part in cell.sub_actions or (cell,)])
-    return rows
+    return {rank: kind._calculate_single_rank_operations(sizes, rank) for rank in range(p)}
+
+
+def dumped(rows):
+    """What torch's `_dump_csv` writes of rows."""
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows.values())
+    return text.getvalue()
+
+
+def cells_of_torch(kind, p, m):
+    return [[str(cell) for cell in row if cell] for row in of_torch(kind, p, m).values()]
 
 
 def compute_of(schedule):
@@ -166,10 +181,19 @@ def compute_of(schedule):
 
 
 def test_dualpipe_v_is_torchs():
-    """Which has overlapped pairs, and refuses fewer micro-batches than stages."""
+    """Also as torch dumps it: pairs that it overlaps in a cell, by default also what its runtime
+    adds, transfers among them. It refuses fewer micro-batches than stages."""
     for p in range(1, 6):
+        home = (*range(p), *reversed(range(p)))
         for m in range(2 * p, 2 * p + 5):
-            assert compute_of(make("dualpipe_v", p, m)) == of_torch(ScheduleDualPipeV, p, m), (p, m)
+            rows, ours = of_torch(ScheduleDualPipeV, p, m), make("dualpipe_v", p, m)
+            assert "OVERLAP_F_B" in dumped(rows)
+            assert Schedule.from_csv(dumped(rows), ours.name) == ours
+            full = {r: _add_reduce_grad(_add_unshard_reshard(row), m) for r, row in rows.items()}
+            text = dumped(_add_send_recv(full, home.__getitem__, 2 * p))
+            assert "0UNSHARD" in text and Schedule.from_torch_csv(text, ours.name) == ours
+            written = validate(Schedule.from_csv(text, ours.name))
+            assert set(written.actions) == set(ours.with_transfers().actions)
 
 
 def with_torchs_weights(row, rank, p, m):
@@ -203,7 +227,7 @@ def test_zb_v_has_torchs_forwards_and_input_gradients_and_is_no_slower():
     is the table of 2 p - 1 without the absent ones: p = m = 4 takes 6 units more, ours 3."""
     for p in range(1, 6):
         for m in range(1, 2 * p + 3):
-            ours, theirs = make("zb_v", p, m), of_torch(ScheduleZBVZeroBubble, p, m)
+            ours, theirs = make("zb_v", p, m), cells_of_torch(ScheduleZBVZeroBubble, p, m)
             full = compute_of(make("zb_v", p, max(m, 2 * p - 1)))
             for rank, row in enumerate(full):
                 order = [cell for cell in row if "W" not in cell]

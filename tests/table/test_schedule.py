@@ -213,6 +213,20 @@ def test_a_table_with_transfers_is_safe_for_rendezvous(case):
             spread.with_transfers()
 
 
+def test_a_table_without_its_transfers_is_the_table():
+    table = make("zb_v", 2, 3)
+    assert table.with_transfers().without_transfers() == table == table.without_transfers()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["(0F0)OVERLAP_F_B", "(0F0;0B0;0B1)OVERLAP_F_B", "(0F0;)OVERLAP_F_B", "(0F0;0B0)", "UNSHARD"],
+)
+def test_cells_that_only_look_like_torchs(cell):
+    with pytest.raises(ScheduleError, match=r"row 0, cell 1: .* is not an action"):
+        Schedule.from_csv(f"0F0,{cell}")
+
+
 def test_trailing_empty_lines_are_no_devices_and_empty_rows_are():
     text = make("gpipe", 4, 8).to_csv()
     assert Schedule.from_csv(text + "\n\n") == make("gpipe", 4, 8)

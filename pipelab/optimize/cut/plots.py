@@ -44,7 +44,8 @@ def partition(
     for name, found in items.items():
         pace = scale * found.bottleneck
         ax.plot([pace] * 2, [row - 0.5, row + len(found.stages) - 0.5], "--", **PACE)
-        ax.text(0, row - 0.55, name, fontsize=9, fontweight="bold", va="bottom")
+        look: dict[str, Any] = {"fontsize": 9, "fontweight": "bold", "parse_math": False}
+        ax.text(0, row - 0.55, name, va="bottom", **look)
         first = 0
         for s, stage in enumerate(found.stages):
             background = idle(ax, row, pace)
@@ -101,6 +102,6 @@ def profile(found: Profile, ax: Axes | None = None) -> Axes:
         left = left + width
     style.lanes(ax, list(places), [layer.name for layer in found.layers])
     ax.invert_yaxis()
-    ax.set_xlabel(f"ms, {found.samples} samples")
+    ax.set_xlabel("ms" if found.samples is None else f"ms, {found.samples} samples")
     style.legend(ax)
     return ax

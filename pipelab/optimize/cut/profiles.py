@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from pipelab.predict.costs import PASSES, Costs
+from pipelab.table.action import check_counts
 
 NUMBERS = (*PASSES, "weights", "activations", "output")
+MOST_LAYERS = 5000  # a cut looks at all pairs
 MOST_CUTS = 5000  # a graph with many branches side by side has too many places to cut
 
 
@@ -51,21 +53,27 @@ class Profile:
     """The layers of a model in an order in which they can run.
 
     edges    (a, b): layer b reads what layer a outputs; a chain if none are given
-    samples  in the micro-batch that was measured
+    samples  in the micro-batch that was measured; None: the file that it is from does not say
     machine  on what
     """
 
     layers: tuple[Layer, ...]
     edges: tuple[tuple[int, int], ...] = ()
-    samples: int = 1
+    samples: int | None = 1
     machine: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
+        if len(self.layers) > MOST_LAYERS:
+            raise ValueError(
+                f"{len(self.layers):,} layers: give at most {MOST_LAYERS:,}; join some of them"
+            )
         if not self.edges:
             # The class is frozen; a default that depends on the layers can only be set here.
             object.__setattr__(self, "edges", tuple(pairwise(range(len(self.layers)))))
+        if self.samples is not None:
+            check_counts(samples=self.samples)
         for layer in self.layers:
             for name in NUMBERS:
                 if not 0 <= getattr(layer, name) < math.inf:
@@ -177,8 +185,9 @@ class Profile:
     def read(cls, text: str) -> "Profile":
         """From `to_json`, or from the text of PipeDream's graph.txt. ValueError for anything else.
 
-        The latter has ms and bytes; inputs are left out, as the data come from outside, and so are
-        pieces of tuples that nobody reads. A backward's time is shared equally between its halves.
+        The latter has ms and bytes, and no number of samples. Inputs are left out, as the data come
+        from outside, and so are pieces of tuples that nobody reads. A backward's time is shared
+        equally between its halves.
         """
         if not text.lstrip().startswith("{"):
             return _read_graph(text)
@@ -240,4 +249,4 @@ def _read_graph(text: str) -> Profile:
     order = list(TopologicalSorter(sources).static_order())
     place = {name: i for i, name in enumerate(order)}
     edges = sorted((place[a], place[name]) for name in order for a in sources[name])
-    return Profile(tuple(nodes[name] for name in order), tuple(edges))
+    return Profile(tuple(nodes[name] for name in order), tuple(edges), samples=None)

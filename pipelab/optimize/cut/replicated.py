@@ -30,6 +30,7 @@ from pipelab.optimize.cut.stages import Partition, Stage
 from pipelab.table.action import check_counts
 
 MODELS = ("sum", "max")
+MOST_SHARED = 1000  # devices: the time goes with their square
 
 
 def pipedream(
@@ -57,6 +58,8 @@ def pipedream(
     [3, 1]
     """
     check_counts(devices=devices)
+    if devices > MOST_SHARED:
+        raise ValueError(f"devices={devices}: the optimizer takes at most {MOST_SHARED:,}")
     if model not in MODELS:
         raise ValueError(f"model={model!r}: use one of {', '.join(MODELS)}")
     if straight and devices > len(profile.layers):

@@ -131,6 +131,11 @@ class Problem:
             raise ValueError(
                 "the profile has no times: measure them, or give a transformer's sizes"
             )
+        if isinstance(self.model, Profile) and self.model.samples is None:
+            raise ValueError(
+                "the profile does not say of how many samples its times are: give their number as "
+                "`samples`, on the command line as --samples"
+            )
         known = (*FLUSH, *SPLIT, *ASYNCHRONOUS)
         if strange := [name for name in self.schedules if name not in known]:
             raise ScheduleError(f"schedule {strange[0]!r} is not planned with: there are {known}")
@@ -278,6 +283,7 @@ class Problem:
         machine, t = self._machine, choice.tensor
         way = t, choice.context, choice.microbatch, choice.keep
         totals, profile = self.totals(*way), self.profile(*way)
+        assert profile.samples  # checked above
         more = choice.microbatch / profile.samples
         found = {name: totals[name][b] - totals[name][a] for name in SUMS}
         for name in SUMS[1:]:

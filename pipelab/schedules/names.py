@@ -1,0 +1,63 @@
+"""What other engines and papers call schedules, in letters and digits alone, and what we do.
+
+torch's classes may have Schedule in front. A note says where ours is only the nearest.
+"""
+
+import difflib
+import re
+from collections.abc import Collection
+
+TABLE = "That class runs any table: give a CSV file"
+FORWARDS = "Every schedule's forwards run alone by pipelab.evaluate"
+ALSO_KNOWN_AS: dict[str, tuple[str, str]] = {
+    # torch.distributed.pipelining; its others are ours in plain letters
+    "1f1b": ("pipedream_flush", ""),
+    "interleaved1f1b": ("interleaved", ""),
+    "interleavedzerobubble": ("zb_h1", "The nearest: it has one stage a device"),
+    "zbvzerobubble": ("zb_v", ""),
+    "pipelineschedulesingle": ("", TABLE),
+    "pipelineschedulemulti": ("", TABLE),
+    "pipelinescheduleruntime": ("", TABLE),
+    # Megatron-LM
+    "megatron": ("interleaved", ""),
+    "virtualpipeline": ("interleaved", ""),
+    "forwardbackwardpipeliningwithinterleaving": ("interleaved", ""),
+    "forwardbackwardpipeliningwithoutinterleaving": ("pipedream_flush", ""),
+    # DeepSpeed, DeepSeek
+    "train": ("pipedream_flush", ""),  # its TrainSchedule
+    "inference": ("", FORWARDS),
+    "dualpipe": ("dualpipe_v", "The nearest: DualPipe holds every stage twice"),
+    # Alpa, JaxPP, torchgpipe, picotron, ColossalAI, papers
+    "1f1boverlapfriendly": ("eager_1f1b", ""),
+    "std1f1b": ("pipedream_flush", ""),
+    "dapple": ("pipedream_flush", ""),
+    "afab": ("gpipe", ""),
+    "filldrain": ("gpipe", ""),
+    "bfs": ("looped_bfs", ""),
+    "breadthfirst": ("looped_bfs", ""),
+    "depthfirst": ("interleaved", ""),
+    "2bw": ("pipedream_2bw", ""),
+    "zerobubble": ("zb_h1", "The plainest: zb and zb_v are made for your costs and memory"),
+    "zb1p": ("zb", "Give it memory=devices"),
+    "zb2p": ("zb", "Give it memory=2 * devices"),
+    "zbv": ("zb_v", ""),
+    "naive": ("inter_layer", ""),
+}
+
+
+def other_name(name: str, ours: Collection[str]) -> str:
+    """What to give instead of a name that is not ours, as a part of an error; may be empty."""
+
+    def plain(text: str) -> str:
+        text = re.sub("[^a-z0-9]", "", text.lower())
+        return text.removeprefix("schedule").removesuffix("schedule")
+
+    known = {plain(each): (each, "") for each in ours} | ALSO_KNOWN_AS
+    called, note = plain(name), "That is its name here"
+    if called not in known:
+        near = difflib.get_close_matches(called, known, 1)
+        called, note = near[0] if near else "", ""
+    found, more = known.get(called, ("", ""))
+    note = more or note
+    hint = f"did you mean {found}? " if found else ""
+    return f"{hint}{note}. " if note else hint
