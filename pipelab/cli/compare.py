@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pipelab
-from pipelab import Costs, Schedule, Timeline, fit, memory, simulate
+from pipelab import Costs, Schedule, fit, memory, simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.models import small_model
 from pipelab.cli.options import Count, Json, Model, Name, Plot, Positive, Seed, Timeout
@@ -161,12 +161,9 @@ def compare_command(
         made = {name: made[name] for name in several}
     records = [compared(*made[name], several.get(name, ())) for name in made]
     title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"
-
-    def timelines() -> dict[str, Timeline]:
-        measured = {name: _median(of).timeline for name, of in several.items()}
-        return measured or {name: simulate(*of) for name, of in made.items()}
-
-    write_figure(plot, lambda: pipelab.plot.timelines(timelines()))
+    measured = {name: _median(of).timeline for name, of in several.items()}
+    shown = measured or {name: simulate(*of) for name, of in made.items()}
+    write_figure(plot, lambda: pipelab.plot.timelines(shown))
     lines = [title, comparison_text(records), *map("left out: {}".format, left_out.values())]
     text = "\n".join(lines)
     print(dumps({"title": title, "schedules": records, "left_out": left_out}) if json else text)

@@ -187,7 +187,7 @@ def train_command(
     """
     import torch
 
-    from pipelab.runtime.resume import train
+    from pipelab.cli.training import train
 
     first = os.environ.get("RANK", "0") == "0"
     if first:

@@ -172,28 +172,8 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     Raises PipeshardError where it is not what a pipeline needs, or works on the batch but not on so
     many samples.
     """
-
-    def flat(*values):
-        return step(*jax.tree.unflatten(arguments.tree, values))
-
     # [1] The whole step as equations.
-    try:
-        closed, shapes = traced(flat, arguments.shapes(samples))
-    except (TypeError, ValueError, IndexError) as error:
-        if isinstance(error, ASKS_FOR_VALUES):
-            raise _asks_for_values(error, arguments) from error
-        if "static arguments" in str(error):
-            raise PipeshardError(
-                "the step is jitted with static arguments, and a pipeline passes arrays: bind them "
-                "by functools.partial"
-            ) from error
-        if samples == arguments.samples or isinstance(error, PipeshardError):
-            raise
-        raise PipeshardError(
-            f"the step works on the batch of {arguments.samples} samples but not on {samples} of "
-            "them: pass every array that has samples in batch_argnums, and write no batch size as "
-            f"a number ({error})"
-        ) from error
+    closed, shapes = _whole_step(step, arguments, samples)
     whole = inline(closed)
     for eqn in all_equations(whole.equations):
         if eqn.primitive.name == "shard_map":
@@ -228,6 +208,31 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     )
     _check_update(found)
     return found
+
+
+def _whole_step(step: Callable, arguments: Arguments, samples: int) -> tuple[ClosedJaxpr, Any]:
+    """The step's equations, and the shapes of its results. PipeshardError where it has none."""
+
+    def flat(*values):
+        return step(*jax.tree.unflatten(arguments.tree, values))
+
+    try:
+        return traced(flat, arguments.shapes(samples))
+    except (TypeError, ValueError, IndexError) as error:
+        if isinstance(error, ASKS_FOR_VALUES):
+            raise _asks_for_values(error, arguments) from error
+        if "static arguments" in str(error):
+            raise PipeshardError(
+                "the step is jitted with static arguments, and a pipeline passes arrays: bind them "
+                "by functools.partial"
+            ) from error
+        if samples == arguments.samples or isinstance(error, PipeshardError):
+            raise
+        raise PipeshardError(
+            f"the step works on the batch of {arguments.samples} samples but not on {samples} of "
+            "them: pass every array that has samples in batch_argnums, and write no batch size as "
+            f"a number ({error})"
+        ) from error
 
 
 def _asks_for_values(error: Exception, arguments: Arguments) -> PipeshardError:

@@ -48,10 +48,6 @@ def judge(
     quick          make do with the run's precision for the truth too
     """
     table, replicas = segment.table, len(replica_steps)
-
-    def undivided(i: int) -> Piece:
-        return Piece(batches[i][0], batches[i][1], reading[i][0])
-
     # [1] the rule, and the data with what they read by it
     rule, reading = _reading_of_part(segment, replicas)
     own = reference(False)
@@ -66,12 +62,12 @@ def judge(
     whole = len(reading[0]) > 1 and (by_batch or not table.training)
     whole = whole and not divided and not own.remembers([first])
     # A layer may insist on a micro-batch's size.
-    if whole and (by_microbatches or not truth.takes([undivided(0)])):
+    if whole and (by_microbatches or not truth.takes([Piece(*batches[0], reading[0][0])])):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
     # [3] update by update, each from the run's own weights before it
     for i in range(table.updates if table.training else table.batches):
         pieces = list(islice(stream, len(reading[i])))
-        exact = [undivided(i)] if whole else pieces
+        exact = [Piece(*batches[i], reading[i][0])] if whole else pieces
         if not table.training:
             trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
             continue

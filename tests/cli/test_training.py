@@ -18,11 +18,11 @@ import torch
 import pipelab
 from pipelab import make, run
 from pipelab.cli import main
+from pipelab.cli.training import train
+from pipelab.cli.training_folder import TrainingFolder
 from pipelab.models import data, split
 from pipelab.models.gpt2 import PADDING, gpt2, masked_loss, next_token_loss
 from pipelab.runtime import owned
-from pipelab.runtime.owned import TrainingFolder
-from pipelab.runtime.resume import train
 from pipelab.runtime.torch.checkpoint import Index, load_stage
 
 ROOT = Path(pipelab.__file__).parent.parent

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipelab.runtime.owned import LOSSES, TrainingFolder
+from pipelab.cli.training_folder import LOSSES, TrainingFolder
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Run
 from pipelab.runtime.run import DEFAULT, check_sequence
@@ -51,10 +51,7 @@ def train(
     ValueError where the folder holds another training, or is used by one, or this one is done, or a
     checkpoint would replace what is not of this training; else as `run`.
     """
-    if every < 1:
-        raise ValueError(f"every={every}: give at least one batch a part")
-    if unknown := {*options} - {*DEFAULT} | {*options} & {"save", "stop", "resume"}:
-        raise TypeError(f"train() has no option {min(unknown)!r}")
+    _check(every, options)
     check_sequence(batches)
     folder, wing, count = Path(folder), wing_of(options.get("backend")), len(batches)
     options |= {"check": check == "first" or check, "save": folder}
@@ -80,20 +77,34 @@ def train(
                     f"{own.last} is after batch {ranks.done}, and {LOSSES} has {done} losses: one "
                     "of them was changed; name another folder"
                 )
-            first, ranks.wing.owner = ranks.launcher.first, own.owner
-            if first:
-                own.begin()
             # [3] part by part, by ranks that stay
             for begin in range(done, schedule.batches, every):
-                end = min(begin + every, schedule.batches)
+                part = Segment(schedule, begin, min(begin + every, schedule.batches))
                 # A part judges itself: that of the first is enough to see a wrong setting.
                 now = begin == done if check == "first" else check
-                saved = own.checkpoint(end).resolve()
-                result = ranks.run(Segment(schedule, begin, end), batches, check=now, save=saved)
-                own.losses += result.losses
-                if first:
-                    own.keep()
-                yield Part(end, list(own.losses), result)
+                yield _trained(ranks, own, part, batches, now)
+
+
+def _trained(
+    ranks: Session, own: TrainingFolder, part: Segment, batches: Sequence[Any], check: bool | str
+) -> Part:
+    """Train a part, and keep its checkpoint and losses."""
+    first, ranks.wing.owner = ranks.launcher.first, own.owner
+    if first and not ranks.started:
+        own.begin()
+    saved = own.checkpoint(part.end).resolve()
+    result = ranks.run(part, batches, check=check, save=saved)
+    own.losses += result.losses
+    if first:
+        own.keep()
+    return Part(part.end, list(own.losses), result)
+
+
+def _check(every: int, options: dict[str, Any]) -> None:
+    if every < 1:
+        raise ValueError(f"every={every}: give at least one batch a part")
+    if unknown := {*options} - {*DEFAULT} | {*options} & {"save", "stop", "resume"}:
+        raise TypeError(f"train() has no option {min(unknown)!r}")
 
 
 def _look(own: TrainingFolder, batches: int, every: int) -> list[float] | Exception:
