@@ -46,20 +46,15 @@ def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check, tmp_path)
 
 
 def test_short_batches_and_mappings_with_labels():
-    data = batches(3)
-    short = [tuple(side[:2] for side in data[1]), data[0], tuple(side[:1] for side in data[2])]
-    given = mlp(3, 16), mse, optax.adam(1e-2)
-    options = {"backend": "jax", "check": 1}
-    with Trainer(make("pipedream_flush", 3, 3), *given, **options) as trainer:
-        found = list(trainer.fit(short))
-        evaluated = trainer.evaluate(short)
-    assert [batch.check.passed for batch in found] == [True] * 3 and len(evaluated) == 3
-
-    apply, weights = given[0][0]
-    first = (lambda p, x: apply(p, x["input_ids"])), weights
-    with Trainer(make("gpipe", 3, 3), [first, *given[0][1:]], *given[1:], **options) as trainer:
-        named = [{"input_ids": x, "labels": y} for x, y in short]
-        assert [batch.loss for batch in trainer.fit(named)] == [batch.loss for batch in found]
+    (module, weights), last = mlp(2, 16)
+    first = (lambda p, x: module.apply(p, x["input_ids"])), weights
+    given = [first, last], mse, optax.adam(1e-2)
+    x, y = batches(1)[0]
+    data = [{"input_ids": x[:size], "labels": y[:size]} for size in (2, 3)]
+    with Trainer(make("gpipe", 2, 3), *given, backend="jax", check=False) as trainer:
+        found = list(trainer.fit(data))
+        (evaluated,) = trainer.evaluate(data[:1])
+    assert len(found) == 2 and evaluated < found[0].loss
 
 
 def test_a_loader_that_reuses_its_memory():

@@ -81,7 +81,7 @@ class CpuDevice(Device):
 
     def ignores(self, tensor: Tensor) -> bool:
         """Whether its memory is a weight's or a buffer's."""
-        return not self._constants.isdisjoint(storages([tensor]))
+        return tensor.untyped_storage().data_ptr() in self._constants
 
     def hold(self, key: Hashable, tensors: Iterable[Any]) -> None:
         """Count the storages of those that are tensors for `key`."""

@@ -173,7 +173,7 @@ class TorchStage(VersionedStage):
         # and what is kept for W.
         shared = storages([*held, *self.total.values()])
         return [
-            g.clone() if g is not None and not shared.keys().isdisjoint(storages([g])) else g
+            g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
             for g in found
         ]
 
