@@ -12,7 +12,7 @@ from socket import gethostname
 from typing import Any
 from uuid import uuid4
 
-from pipelab.runtime.drafts import made
+from pipelab.runtime.drafts import made, writing
 
 LOSSES = "losses.json"
 LOCK, DRAFT = ".pipelab.lock", ".pipelab-losses.draft"
@@ -59,14 +59,7 @@ class TrainingFolder(AbstractContextManager):
             owner = found.get("owner", self.owner)
             if not re.fullmatch("[0-9a-f]{32}", owner):
                 raise ValueError(f"owner {owner!r}")
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+        except Exception as error:  # whatever JSON, and what its values are taken for, fail with
             raise ValueError(
                 f"{file} is not the record of a training ({type(error).__name__}: {error}): move "
                 "it, or name another folder"
@@ -94,9 +87,11 @@ class TrainingFolder(AbstractContextManager):
         self._record()
         for draft in self.folder.glob(f".*.{self.owner}*.draft"):
             shutil.rmtree(draft)
-        for draft in self.folder.glob(".step_*.draft"):  # of older versions, which named no owner
-            with suppress(OSError):
-                draft.rmdir()
+        for draft in self.folder.glob(".step_*.draft"):
+            # Of older versions, which named no owner: if it is empty.
+            if draft.name.count(".") == 2:
+                with suppress(OSError):
+                    draft.rmdir()
         self._keep_last()
 
     def keep(self) -> None:
@@ -108,14 +103,13 @@ class TrainingFolder(AbstractContextManager):
         # One step: a kill leaves either the old losses, with their checkpoint, or the new.
         content = {"name": self.name, "owner": self.owner, "losses": self.losses}
         draft = self.folder / DRAFT
-        try:
-            draft.unlink(missing_ok=True)
-            draft.write_text(json.dumps(content))
-            draft.replace(self.folder / LOSSES)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            problem = f"{self.folder / LOSSES} could not be written: {error.strerror}"
-            raise OSError(error.errno, problem) from None
+        with writing(self.folder / LOSSES):
+            try:
+                draft.unlink(missing_ok=True)  # else a link of that name would be followed
+                draft.write_text(json.dumps(content))
+                draft.replace(self.folder / LOSSES)
+            finally:
+                draft.unlink(missing_ok=True)
 
     def _keep_last(self) -> None:
         for path in self.folder.glob("step_*"):
@@ -142,11 +136,10 @@ class TrainingFolder(AbstractContextManager):
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """The lock, which says who has it, is there as long as this process has it."""
-    with _taken(path) as file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {gethostname()}")
-        file.flush()
+    with _taken(path):
         try:
+            with writing(path):
+                path.write_text(f"process {os.getpid()} on {gethostname()}")
             yield
         finally:
             path.unlink(missing_ok=True)

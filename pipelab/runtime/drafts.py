@@ -1,5 +1,6 @@
 """Folders that are written whole or not at all, and never over anything that was there."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,10 +45,10 @@ def made(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def writing(draft: Path) -> Iterator[None]:
-    """A context whose OSError names what the draft is of: its own name says nothing to a caller."""
+def writing(path: Path) -> Iterator[None]:
+    """A context whose OSError names the path; of a draft what it is of, as a caller knows it."""
     try:
         yield
     except OSError as error:
-        target = draft.with_name(draft.name[1:].rsplit(".", 2)[0])
+        target = path.with_name(re.sub(r"^\.(.+)\.\w+\.draft$", r"\1", path.name))
         raise OSError(error.errno, f"{target} could not be written: {error.strerror}") from None
