@@ -62,12 +62,14 @@ def judge(
     whole = len(reading[0]) > 1 and (by_batch or not table.training)
     whole = whole and not divided and not own.remembers([first])
     # A layer may insist on a micro-batch's size.
-    if whole and (by_microbatches or not truth.takes([Piece(*batches[0], reading[0][0])])):
+    if whole and (
+        by_microbatches or not truth.takes([Piece(batches[0][0], batches[0][1], reading[0][0])])
+    ):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
     # [3] update by update, each from the run's own weights before it
     for i in range(table.updates if table.training else table.batches):
         pieces = list(islice(stream, len(reading[i])))
-        exact = [Piece(*batches[i], reading[i][0])] if whole else pieces
+        exact = [Piece(batches[i][0], batches[i][1], reading[i][0])] if whole else pieces
         if not table.training:
             trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
             continue
