@@ -329,8 +329,8 @@ class CountingStage(Stage):
     def _pull(self, microbatch: int, kept: Any, gradient: Any, count: float, kind: Kind) -> Any:
         """Accumulate the weights' gradients, unless the action is I; returns the input's.
 
-        A micro-batch that counts nothing (all its tokens masked) has no gradient, whatever its mean
-        is.
+        The gradient of a micro-batch that counts nothing (all its tokens masked) is zeros, whatever
+        its mean is.
         """
         raise NotImplementedError
 

@@ -106,12 +106,17 @@ class TorchArithmetic(reference.Arithmetic):
         with torch.set_grad_enabled(self.recipe.training):
             mean, count = self._forward(weights, piece)
         weight = torch.full_like(mean.detach(), count / unit)
-        if gradients and mean.requires_grad and count:
+        if gradients and mean.requires_grad:
             with DRAWING:  # layers under torch.utils.checkpoint draw again
                 # Not torch.autograd.grad, which they refuse.
                 mean.backward(weight)
+        # Of what counts nothing, zeros, whatever its mean is; the optimizer steps with them.
         found = [
-            {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+            {
+                name: p.grad if count else torch.zeros_like(p.grad)
+                for name, p in stage.named_parameters()
+                if p.grad is not None
+            }
             for stage in stages
         ]
         return float(mean.detach()), count, float(weight), found

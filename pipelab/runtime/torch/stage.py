@@ -153,7 +153,7 @@ class TorchStage(VersionedStage):
         # Whichever version this is, its backward adds to the one sum, in place.
         weights = self.weights[self.fed[microbatch].version]
         for name, p in weights.items():
-            p.grad = self.total.get(name)
+            p.grad = self.total.get(name) if count else None
         found: list[Tensor | None] = []
         held: list[Tensor] = []
         with self.device.backward_context(self.fed[microbatch].seed):
@@ -163,7 +163,12 @@ class TorchStage(VersionedStage):
                 found, held = self._pull_input(microbatch, kept, gradients, count, kind)
         for name, p in weights.items():
             if p.grad is not None:
-                self.total[name], p.grad = p.grad, None
+                # What counts nothing has zeros, whatever a mean of nothing has made of it.
+                if count or name not in self.total:
+                    self.total[name] = p.grad if count else torch.zeros_like(p.grad)
+                p.grad = None
+        if not count:
+            found = [None if g is None else torch.zeros_like(g) for g in found]
         # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
         # and what is kept for W.
         shared = storages([*held, *self.total.values()])
@@ -179,7 +184,7 @@ class TorchStage(VersionedStage):
         starts = [
             (e, g)
             for e, g in zip(kept.edges, gradients, strict=True)
-            if e is not None and g is not None and count
+            if e is not None and g is not None
         ]
         edges, of_edges = [e for e, _ in starts], [g for _, g in starts]
         leaves = [leaf for leaf in kept.x if leaf is not None]
