@@ -50,6 +50,7 @@ class Wing(ABC):
     launcher     who carries out the jobs
     devices      of the rows
     seed         of the random numbers that forwards draw; None if they draw none
+    draws        whether they are known to draw where there is a seed; else the first ones show it
     autocast     torch: type of mixed precision, or None
     ties         per stage, the weights that other stages have too: name -> number of the tie
     """
@@ -61,6 +62,7 @@ class Wing(ABC):
     launcher: Threads
     devices: Sequence[Any]
     seed: int | None = None
+    draws = True
     autocast: Any = None
 
     def __init__(
@@ -280,8 +282,9 @@ class Session(AbstractContextManager):
                 lambda wide: Reference(
                     wing.arithmetic(self.recipe, wide, segment.updates_before, states), self.recipe
                 ),
-                divided=seed is not None or wing.depends_on_cut(),
+                divided=wing.depends_on_cut(),
                 seed=seed,
+                draws=wing.draws,
                 tolerance=self.options.tolerance,
                 quick=check == "quick" or (seed is not None and not wing.draws_alike),
             )

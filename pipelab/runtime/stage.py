@@ -51,7 +51,7 @@ class MicroBatch:
     x        on the first stage, the data
     target   on the last stage
     samples  how many it has, on the first and the last stage
-    seed     (uint32) what its forward draws random numbers from; None if forwards draw none
+    seed     the arguments of `seed_for`, for what its forward draws; None if forwards draw none
     """
 
     version: int
@@ -59,7 +59,7 @@ class MicroBatch:
     x: Any = None
     target: Any = None
     samples: int = 0
-    seed: Any = None
+    seed: tuple[int, int, int] | None = None
 
 
 class Feed(NamedTuple):

@@ -238,6 +238,10 @@ class Trainer(AbstractContextManager):
         session.submit(Part(rows, endless.version, endless.later(number)), data)
         session.done += 1
         self._under_way.append(data)
+        if number == self._first and not (session.wing.draws or endless.ahead):
+            # The first forwards show whether they draw random numbers: the next batch, whose
+            # reading may draw some from the same generator, is read after them.
+            self._collect()
 
     def _is_checked(self, number: int) -> bool:
         if isinstance(self._every, str) or self._every is False:

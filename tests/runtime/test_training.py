@@ -164,10 +164,11 @@ def test_dropout_drawn_anew_by_recomputation_fails_the_check(monkeypatch):
 
     original = TorchStage._apply
 
-    def draw_anew(self, microbatch, x):
-        self.fed[microbatch].seed += microbatch in self._seen
+    def draw_anew(self, microbatch, *arguments):
+        seed, *rest = self.fed[microbatch].seed
+        self.fed[microbatch].seed = seed + (microbatch in self._seen), *rest
         self._seen.add(microbatch)
-        return original(self, microbatch, x)
+        return original(self, microbatch, *arguments)
 
     monkeypatch.setattr(TorchStage, "_seen", set(), raising=False)
     monkeypatch.setattr(TorchStage, "_apply", draw_anew)
@@ -317,6 +318,7 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
             replicas=2,
             modules={},
             recipe=None,
+            draws=False,
             ties=[],
             start={},
             saves=False,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.runtime.batches import samples_of
 from pipelab.runtime.stage import Recipe
-from pipelab.runtime.torch.device import DRAWING
+from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, make_optimizer
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Weights
@@ -192,13 +192,17 @@ class TorchArithmetic(reference.Arithmetic):
                 stack.enter_context(torch.random.fork_rng(cuda))
                 stack.enter_context(self._draws)
             stages: Any = self.replicas[piece.replica]
+            self.drew = False
             for s, stage in enumerate(stages):
                 _bind(stage, weights[s])
                 if piece.seeds is not None:
-                    torch.manual_seed(piece.seeds[s])
+                    draw_from(piece.seeds[s], self.device)
                 x = stage(TREES.map(_own, x) if s else x)
-            value = self.recipe.loss(x, y)
-        mean, count = value if isinstance(value, tuple) else (value, None)
+                if s == len(stages) - 1:
+                    x = self.recipe.loss(x, y)
+                if piece.seeds is not None:
+                    self.drew |= drew_from(piece.seeds[s], self.device)
+        mean, count = x if isinstance(x, tuple) else (x, None)
         self.eps_of_loss = torch.finfo(mean.dtype).eps
         return mean, float(samples_of((piece.x, piece.y), TREES) if count is None else count)
 

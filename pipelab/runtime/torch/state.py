@@ -63,7 +63,7 @@ def compiled_in(module: nn.Module) -> Compiled:
         if not inspect.isfunction(value):
             continue
         nonlocals = inspect.getclosurevars(value).nonlocals
-        method = getattr(value, "_torchdynamo_orig_callable", None)
+        method: Any = getattr(value, "_torchdynamo_orig_callable", None)
         if getattr(method, "__self__", None) is module and "self" in nonlocals:
             found[name] = method.__func__, nonlocals["self"]  # torch keeps it nowhere else
         elif any(getattr(held, "__self__", held) is module for held in nonlocals.values()):

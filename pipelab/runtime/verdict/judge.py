@@ -32,6 +32,7 @@ def judge(
     *,
     divided: bool,
     seed: int | None,
+    draws: bool,
     tolerance: float | None,
     quick: bool,
 ) -> Check:
@@ -43,6 +44,7 @@ def judge(
     reference      makes one: in float64 (True), or as the run computes (False)
     divided        whether a forward depends on how the batch is cut: so is the truth's then
     seed           of the random numbers that forwards draw
+    draws          whether they are known to draw some; else the first piece shows it
     quick          make do with the run's precision for the truth too
     """
     table, replicas = segment.table, len(replica_steps)
@@ -53,7 +55,13 @@ def judge(
     # [1] the rule, and the data with what they read by it
     rule, reading = _reading_of_part(segment, replicas)
     own = reference(False)
-    stream = _pieces(segment, batches, reading, replicas, own, seed)
+
+    def pieces_from(seed: int | None) -> Iterator[Piece]:
+        return _pieces(segment, batches, reading, replicas, own, seed)
+
+    if not draws and not own.draws(next(pieces_from(seed))):
+        seed = None
+    stream = pieces_from(seed)
     first = next(stream)
     stream = chain([first], stream)  # it is looked at beforehand, and still the first one compared
     # [2] two references: as precise as can be, and as the run computes
@@ -62,7 +70,7 @@ def judge(
     # Where the rule allows it, the truth takes the batch undivided: what a paper's formula says.
     by_batch = rule != TABLE and table.per_update == table.microbatches
     whole = len(reading[0]) > 1 and (by_batch or not table.training)
-    whole = whole and not divided and not own.remembers([first])
+    whole = whole and not divided and seed is None and not own.remembers([first])
     if whole and not truth.takes([undivided(0)]):  # a layer insists on a micro-batch's size
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
     # [3] update by update, each from the run's own weights before it
