@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import backends
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import deterministic
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+backends: Any = torch.backends  # some of it is made while torch runs
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # (get, set)
 
 
