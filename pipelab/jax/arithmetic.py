@@ -89,9 +89,10 @@ class JaxArithmetic(reference.Arithmetic):
         with self._active():
             found, (mean, count, weight) = function(*self._arguments(weights, piece), unit)
         self.eps_of_loss = float(jnp.finfo(mean.dtype).eps)
-        # What counts nothing has no gradient, whatever its mean is.
-        of_stages = map(named, found) if gradients and count else ({} for _ in weights)
-        return float(mean), float(count), float(weight), list(of_stages)
+        of_stages = list(map(named, found)) if gradients else [{} for _ in weights]
+        if not count:  # zeros, whatever its mean is
+            of_stages = [{n: np.zeros_like(g) for n, g in of.items()} for of in of_stages]
+        return float(mean), float(count), float(weight), of_stages
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
         function = self._differentiate if self.recipe.training else self._value

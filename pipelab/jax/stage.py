@@ -19,6 +19,7 @@ from pipelab.jax.device import JaxDevice
 from pipelab.jax.host import of_program
 from pipelab.jax.jaxpr import Arrays, spec_of
 from pipelab.jax.passes import Backwards, Compiled, Groups, differentiate, passes
+from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.stage import CountingStage, Recipe
 from pipelab.runtime.worker import Bytes
 from pipelab.table.action import Kind
@@ -151,7 +152,8 @@ class JaxStage(CountingStage):
     def _groups(self, microbatch: int, x: Any, target: Any) -> Groups:
         given = self.fed[microbatch]
         weights = self.weights[given.version]
-        return groups_of(weights, x, target, given.seed, first=self.first)
+        seed = None if given.seed is None else seed_for(*given.seed)
+        return groups_of(weights, x, target, seed, first=self.first)
 
     def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, Any]:
         """Run the forward; returns y, or the loss, and what that counted."""

@@ -250,7 +250,7 @@ def feeds_of(
             x if s == 0 else None,
             y if s == last else None,
             samples_of(pieces[i], data.trees) if pieces else 0,
-            None if seed is None else seed_for(seed, s, piece),
+            None if seed is None else (seed, s, piece),
         )
 
     return {

@@ -77,10 +77,10 @@ def run(
                batch's end)
     autocast   torch.bfloat16 for mixed precision; default: as in the caller's torch.autocast
     seed       of the random numbers that forwards draw: each stage and micro-batch has its own, so
-               that recomputation and the reference draw the same. Default: torch's, if a layer has
-               dropout; give one if a forward draws otherwise. They come from torch's default
-               generator, which is put back afterwards: other threads of the caller's may not draw
-               from it meanwhile (give them a torch.Generator)
+               that recomputation and the reference draw the same. Default: torch's; whether a stage
+               draws then shows in its first forward (give a seed for one that draws later only).
+               They come from torch's default generator, which is put back afterwards: other threads
+               of the caller's may not draw from it meanwhile (give them a torch.Generator)
     finite     whether a loss that is nan or inf ends the run
     pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a
                machine with few cores

@@ -50,6 +50,7 @@ class Wing(ABC):
     launcher     who carries out the jobs
     devices      of the rows
     seed         of the random numbers that forwards draw; None if they draw none
+    draws        whether they are known to draw where there is a seed; else the first ones show it
     autocast     torch: type of mixed precision, or None
     ties         per stage, the weights that other stages have too: name -> number of the tie
     owner        of checkpoints: the training that keeps them in its folder, if there is one
@@ -62,6 +63,7 @@ class Wing(ABC):
     launcher: Threads
     devices: Sequence[Any]
     seed: int | None = None
+    draws = True
     autocast: Any = None
     owner = ""
 
@@ -277,9 +279,10 @@ class Session(AbstractContextManager):
                 lambda wide: Reference(
                     wing.arithmetic(self.recipe, wide, segment.updates_before, states), self.recipe
                 ),
-                divided=seed is not None or wing.depends_on_cut(),
+                divided=wing.depends_on_cut(),
                 by_microbatches=self.options.reference == "microbatches",
                 seed=seed,
+                draws=wing.draws,
                 tolerance=self.options.tolerance,
                 quick=check == "quick" or (seed is not None and not wing.draws_alike),
             )

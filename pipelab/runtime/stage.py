@@ -51,7 +51,7 @@ class MicroBatch:
     x        on the first stage, the data
     target   on the last stage
     samples  how many it has, on the first and the last stage
-    seed     (uint32) what its forward draws random numbers from; None if forwards draw none
+    seed     the arguments of `seed_for`, for what its forward draws; None if forwards draw none
     """
 
     version: int
@@ -59,7 +59,7 @@ class MicroBatch:
     x: Any = None
     target: Any = None
     samples: int = 0
-    seed: Any = None
+    seed: tuple[int, int, int] | None = None
 
 
 class Feed(NamedTuple):
@@ -329,8 +329,8 @@ class CountingStage(Stage):
     def _pull(self, microbatch: int, kept: Any, gradient: Any, count: float, kind: Kind) -> Any:
         """Accumulate the weights' gradients, unless the action is I; returns the input's.
 
-        A micro-batch that counts nothing (all its tokens masked) has no gradient, whatever its mean
-        is.
+        The gradient of a micro-batch that counts nothing (all its tokens masked) is zeros, whatever
+        its mean is.
         """
         raise NotImplementedError
 

@@ -260,6 +260,10 @@ class Trainer(AbstractContextManager):
         session.submit(Part(rows, endless.version, endless.later(number), most), data)
         session.done += 1
         self._under_way.append(data)
+        if number == self._first and not (session.wing.draws or endless.ahead):
+            # The first forwards show whether they draw random numbers: the next batch, whose
+            # reading may draw some from the same generator, is read after them.
+            self._collect()
 
     def _is_too_short(self, pieces: int) -> bool:
         """Whether a batch with samples for so many micro-batches is left out; tells it if so."""

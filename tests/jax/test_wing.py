@@ -143,6 +143,20 @@ def test_trees_integers_and_counts_between_stages():
     assert train(schedule, [(first, one), (last, other)], data, loss=masked).check.passed
 
 
+@pytest.mark.parametrize("least", [0, 1], ids=["nan", "zero"])
+def test_a_batch_whose_loss_counts_nothing_is_a_step(least):
+    # Was: a reference that failed (KeyError), so that nothing was checked.
+    def masked(y, target):
+        t, keep = target
+        total = jnp.where(keep, ((y - t) ** 2).mean(1), 0).sum()
+        return total / jnp.maximum(keep.sum(), least), keep.sum()
+
+    data = [(x, (y, np.full(len(x), b != 1))) for b, (x, y) in enumerate(batches(3))]
+    given = make("gpipe", 2, 2, batches=3), stages(2), data
+    result = train(*given, loss=masked, optimizer=optax.adamw(0.1, weight_decay=0.1))
+    assert result.check.passed, result.check
+
+
 def test_activations_are_the_residuals():
     # Kept are the input, tanh's output and its derivative, 2 x 6 doubles each; the weights are not
     # copied.

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import copy
 import ctypes
 import os
 import signal
@@ -605,6 +606,51 @@ def test_a_micro_batch_whose_loss_counts_nothing(name):
     result = run(make(name, 2, 4), stages(2), [(x, y)], masked, SGD)
     assert result.check.passed
     assert np.isfinite(result.losses).all()
+
+
+def counted(output, target):
+    """The mean over the samples kept; of none, it is nan where `target` asks for that."""
+    y, keep, least = target
+    count = keep.sum()
+    return ((output - y) ** 2).mean(1)[keep].sum() / count.clamp(min=int(least)), count
+
+
+class Aside(nn.Module):
+    """Has a weight that no forward uses: an optimizer leaves it alone."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.inner, self.aside = stage, nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"clip": 1e-2}, {"replicas": 2}])
+@pytest.mark.parametrize("least", [0, 1], ids=["nan", "zero"])
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1"])
+def test_a_batch_whose_loss_counts_nothing_is_a_step(name, least, options):
+    # Was: the optimizer was left out, in the reference as well.
+    optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+    keeps = torch.ones(4, 8, dtype=torch.bool)
+    keeps[1:3] = False  # two whole batches, and a part of one
+    keeps[3, :4] = False
+    pairs = zip(batches(4), keeps, strict=True)
+    data = [(x, (y, keep, torch.tensor(least))) for (x, y), keep in pairs]
+    modules = [Aside(stage) for stage in stages(2)]
+    result = run(make(name, 2, 2, batches=4), modules, data, counted, optimizer, **options)
+    assert result.check.passed, result.check
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    stepper = optimizer(plain.parameters())
+    for x, (y, keep, _) in data:
+        stepper.zero_grad()
+        counted(plain(x), (y, keep, 1))[0].backward()
+        if "clip" in options:
+            nn.utils.clip_grad_norm_(plain.parameters(), options["clip"])
+        stepper.step()
+    for mine, stage in zip(result.weights, plain, strict=True):
+        for weight, expected in stage.named_parameters():
+            assert torch.allclose(mine[weight], expected, rtol=1e-9, atol=1e-12), weight
 
 
 def test_counts_that_are_no_whole_numbers_and_targets_without_samples():

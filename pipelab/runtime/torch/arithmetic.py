@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.runtime.batches import samples_of
 from pipelab.runtime.stage import Recipe
-from pipelab.runtime.torch.device import DRAWING
+from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, make_optimizer
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Weights
@@ -116,12 +116,17 @@ class TorchArithmetic(reference.Arithmetic):
         with torch.set_grad_enabled(self.recipe.training):
             mean, count = self._forward(weights, piece)
         weight = torch.full_like(mean.detach(), count / unit)
-        if gradients and mean.requires_grad and count:
+        if gradients and mean.requires_grad:
             with DRAWING:  # layers under torch.utils.checkpoint draw again
                 # Not torch.autograd.grad, which they refuse.
                 mean.backward(weight)
+        # Of what counts nothing, zeros, whatever its mean is; the optimizer steps with them.
         found = [
-            {n: p.grad.to_dense() for n, p in stage.named_parameters() if p.grad is not None}
+            {
+                name: (p.grad if count else torch.zeros_like(p.grad)).to_dense()
+                for name, p in stage.named_parameters()
+                if p.grad is not None
+            }
             for stage in stages
         ]
         return float(mean.detach()), count, float(weight), found
@@ -196,13 +201,17 @@ class TorchArithmetic(reference.Arithmetic):
                 stack.enter_context(torch.random.fork_rng(cuda))
                 stack.enter_context(self._draws)
             stages: Any = self.replicas[piece.replica]
+            self.drew = False
             for s, stage in enumerate(stages):
                 _bind(stage, weights[s])
                 if piece.seeds is not None:
-                    torch.manual_seed(piece.seeds[s])
+                    draw_from(piece.seeds[s], self.device)
                 x = stage(TREES.map(_own, x) if s else x)
-            value = self.recipe.loss(x, y)
-        mean, count = value if isinstance(value, tuple) else (value, None)
+                if s == len(stages) - 1:
+                    x = self.recipe.loss(x, y)
+                if piece.seeds is not None:
+                    self.drew |= drew_from(piece.seeds[s], self.device)
+        mean, count = x if isinstance(x, tuple) else (x, None)
         self.eps_of_loss = torch.finfo(mean.dtype).eps
         return mean, float(samples_of((piece.x, piece.y), TREES) if count is None else count)
 

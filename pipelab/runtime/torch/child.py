@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.threads import Orders, RankJob, Threads
+from pipelab.runtime.torch import settings
 from pipelab.runtime.torch.groups import FOREVER
 from pipelab.runtime.torch.pipes import Pipe
 from pipelab.runtime.transport import Lost
@@ -73,13 +74,16 @@ def rank_process(connection: Connection, rank: int, marks: Any, connected: Conne
         os.dup2(log.fileno(), 2)
         # They are None where the caller's are closed. Else libraries expect them at 1 and 2.
         sys.stdout, sys.stderr = sys.stdout or log, sys.stderr or log
-        job, work, registered = cloudpickle.loads(_receive(connection, folder))
+        job, work, registered, values = cloudpickle.loads(_receive(connection, folder))
         for node in registered:
             pytree.register_pytree_node(node.type, node.flatten_fn, node.unflatten_fn)
         orders: Orders = SimpleQueue()
         listener = Thread(target=_listen, args=(connection, folder, orders), daemon=True)
         listener.start()
-        torch.set_num_threads(1)  # the ranks share this machine's cores
+        threads = torch.get_num_threads()
+        settings.use(values)
+        if torch.get_num_threads() == threads:  # the caller has set none
+            torch.set_num_threads(1)  # the ranks share this machine's cores
         _keep_freed_memory()
         try:
             for outcome in work(job, partial(marks.__setitem__, rank), connected, orders):

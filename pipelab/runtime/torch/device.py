@@ -1,9 +1,9 @@
 """A device that runs torch stages: its clock, payloads to it, and the bytes that autograd keeps."""
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from threading import RLock
 from typing import Any
 from weakref import ref
@@ -33,7 +33,8 @@ class Saved:
         assert self.tensor is not None, "given back before its last use"
         if self.tensor._version != self.version:
             raise RuntimeError(
-                "a tensor saved for the backward was changed in place after the forward"
+                "a tensor saved for the backward was changed in place after the forward, by this "
+                "stage or by one that was given it: change a copy there, as clone() makes one"
             )
         return self.tensor
 
@@ -45,12 +46,18 @@ class CpuDevice(Device):
         super().__init__(device, Ledger())
         self._ignored: dict[int, set[int]] = {}  # owner -> storages that are no activations
         self._constants: set[int] = set()  # all of them
+        # The default device is a thread's: this is made in the caller's, for the worker's.
+        default = torch.get_default_device()
+        self._default = device if default.type == device.type else default
 
-    def active(self) -> AbstractContextManager:
+    @contextmanager
+    def active(self) -> Iterator[None]:
         # A thread starts with as many of OpenMP's as there are cores, until it is asked.
         torch.get_num_threads()
+        default = HERE if self._default.type == "cpu" else self._default
         # Of the caller's mixed precision nothing is inherited: each forward opens its own.
-        return torch.autocast(self.device.type, enabled=False)
+        with torch.autocast(self.device.type, enabled=False), default:
+            yield
 
     def give(self, payload: Any) -> Any:
         """With the CUDA event (or None) after which the payload is there."""
@@ -110,8 +117,12 @@ class CpuDevice(Device):
 
     # ---- what actions run in
 
-    def forward_context(self, seed: Any, autocast: torch.dtype | None) -> AbstractContextManager:
+    def forward_context(
+        self, seed: int | None, autocast: torch.dtype | None
+    ) -> AbstractContextManager[Any]:
         """The context of a forward: a stream of random numbers of its own, and mixed precision.
+
+        With a seed it gives `drew`, which says at its end whether anything was drawn.
 
         torch draws from one generator a device, so that the threads of a process take turns where
         forwards draw. A cache of casts would outlive the weights: the caller's own autocast, around
@@ -119,20 +130,18 @@ class CpuDevice(Device):
         """
         kind = self.device.type
         mixed = torch.autocast(kind, autocast, cache_enabled=False) if autocast else HERE
-        return mixed if seed is None else self._drawing(int(seed), mixed)
+        return mixed if seed is None else self._drawing(seed, mixed)
 
     @contextmanager
-    def _drawing(self, seed: int, mixed: AbstractContextManager) -> Iterator[None]:
+    def _drawing(self, seed: int, mixed: AbstractContextManager) -> Iterator[Callable[[], bool]]:
         cuda = [self.device] if self.device.type == "cuda" else []
         with DRAWING, torch.random.fork_rng(cuda), mixed:
-            torch.default_generator.manual_seed(seed)
-            if cuda:
-                torch.cuda.manual_seed(seed)
-            yield
+            draw_from(seed, self.device)
+            yield partial(drew_from, seed, self.device)
 
-    def backward_context(self, seed: Any) -> AbstractContextManager:
+    def backward_context(self, draws: bool) -> AbstractContextManager:
         """The context of a backward: torch.utils.checkpoint draws in it what its forward drew."""
-        return HERE if seed is None else DRAWING
+        return DRAWING if draws else HERE
 
 
 class CudaDevice(CpuDevice):
@@ -205,6 +214,29 @@ def find_device(name: str | torch.device) -> torch.device:
     if str(name) not in here:
         raise ValueError(f"device {str(name)!r}: this machine has {', '.join(here)}")
     return torch.device(name)
+
+
+# ---- random numbers
+
+
+def draw_from(seed: int, device: torch.device) -> None:
+    """Let the next forward on the device draw from this seed."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def drew_from(seed: int, device: torch.device) -> bool:
+    """Whether anything was drawn since; begins with the seed again."""
+
+    def states() -> list[Tensor]:
+        cuda = device.type == "cuda"
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
+
+    now = states()
+    draw_from(seed, device)
+    return not all(map(torch.equal, now, states()))
 
 
 # ---- what autograd saves, and a backward by it

@@ -238,7 +238,7 @@ class _Row:
     """Memory to receive in, for torch and for Python."""
 
     def __init__(self, size: int) -> None:
-        self.tensor = torch.empty(size, dtype=torch.uint8)
+        self.tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.memory = self.tensor.numpy().data
 
 

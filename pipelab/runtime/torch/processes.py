@@ -35,6 +35,8 @@ from pipelab.runtime.threads import (
     place,
 )
 from pipelab.runtime.torch.child import Connected, Failure, in_a_group, perform, rank_process
+from pipelab.runtime.torch.settings import settings
+from pipelab.runtime.torch.state import Compiled, compile_as, compiled_in
 from pipelab.runtime.wire import Ends, pairs_of_ranks, pairs_of_replicas
 from pipelab.runtime.worker import Job, Order, Outcome, RunError
 
@@ -98,7 +100,7 @@ def _started(
                 _start_server()
                 for job, of_job in zip(jobs, connected, strict=True):
                     # It may raise: before the process is there.
-                    packed = _dumps((job, work, _registered()))
+                    packed = _dumps((job, work, _registered(), settings()))
                     ranks.append(_start(context, job, marks, of_job))
                     ranks[-1].connection.send_bytes(packed)
             yield ranks
@@ -249,15 +251,29 @@ class _Pickler(cloudpickle.Pickler):
     """Pickles what torch by itself would refuse, or make far too large."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
-            # Its class forbids it, since others could not import that: cloudpickle sends it along.
-            cls = type(value)
-            return cls.__new__, (cls,), super(cls, value).__getstate__()
+        if isinstance(value, nn.Module):
+            cls, compiled, bare = (
+                type(value),
+                compiled_in(value),
+                parametrize.is_parametrized(value),
+            )
+            if bare or compiled:
+                # A parametrized one's class forbids it, since others could not import that:
+                # cloudpickle sends it along. No state has what is compiled.
+                state: Any = (super(cls, value) if bare else value).__getstate__()
+                rest = {name: part for name, part in state.items() if name not in compiled}
+                return cls.__new__, (cls,), (rest, compiled), None, None, _restore
         plain = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
         if plain and value.nbytes < value.untyped_storage().nbytes():
             # A slice, as a micro-batch is of its batch: it would be pickled with all of that.
             return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
+
+
+def _restore(module: nn.Module, found: tuple[dict[str, Any], Compiled]) -> None:
+    state, compiled = found
+    module.__setstate__(state)
+    compile_as(module, compiled)
 
 
 def _registered() -> list[Any]:

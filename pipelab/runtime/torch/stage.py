@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import check_leaves
+from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.torch.device import CpuDevice, Saved, remaining, storages, whole_backward
 from pipelab.runtime.torch.split_backward import Halves
 from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
@@ -42,21 +43,31 @@ class _Kept(NamedTuple):
 
 
 class TorchStage(VersionedStage):
-    """A stage of a module: the base has its weights, here is what a micro-batch does with them."""
+    """A stage of a module: the base has its weights, here is what a micro-batch does with them.
+
+    draws  whether forwards draw random numbers, in training and in evaluation: what is not known
+           beforehand shows in the first forward. torch has one generator a device, so that what
+           draws takes turns, and what does not need not
+    """
+
+    def __init__(self, *arguments: Any, draws: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.draws: dict[bool, bool] = dict.fromkeys((True, False), True) if draws else {}
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
-        x = self.fed[microbatch].x if self.first else received
+        given = self.fed[microbatch]
+        x = given.x if self.first else received
         if self.recipe.training and not self.recomputes(microbatch):
             output, self._kept[microbatch] = self._compute(microbatch, x)
         else:
             self._bind(microbatch)
             if self.recipe.training:
                 self._keep_input(microbatch, x)
-            # On a copy: a layer that works in place must not change what the second forward takes.
-            copied = pytree.tree_map_only(Tensor, Tensor.clone, x)
+            # On copies: what works in place must not change what the second forward takes.
+            copies = pytree.tree_map_only(Tensor, Tensor.clone, (x, given.target))
             with torch.no_grad():
-                output = self._apply(microbatch, copied)[0]
+                output = self._apply(microbatch, *copies)[0]
         # A number on a GPU would have to be waited for: see `update`.
         if self.last and (self._on_cpu or not self.recipe.finite):
             self.check_loss(microbatch)
@@ -80,20 +91,26 @@ class TorchStage(VersionedStage):
         """
         self._bind_version(self.fed[microbatch].version)
 
-    def _apply(self, microbatch: int, x: Any) -> tuple[Any, list[Any], float]:
+    def _apply(self, microbatch: int, x: Any, target: Any) -> tuple[Any, list[Any], float]:
         """Run the module, and the loss behind the last stage.
 
         Returns the output, the leaves that a backward starts from, and what the loss counted.
         """
-        with self.device.forward_context(self.fed[microbatch].seed, self.recipe.autocast):
+        given, training = self.fed[microbatch], self.recipe.training
+        seed = None
+        if given.seed and self.draws.get(training, True):
+            seed = int(seed_for(*given.seed))
+        with self.device.forward_context(seed, self.recipe.autocast) as drew:
             y = self.module(x)
-            if not self.last:
-                leaves = pytree.tree_leaves(y)
-                check_leaves(leaves, "a stage's output")
-                return y, leaves, 0
-            value = self.recipe.loss(y, self.fed[microbatch].target)
+            value: Any = self.recipe.loss(y, target) if self.last else None
+            if seed is not None and training not in self.draws:
+                self.draws[training] = drew()
+        if not self.last:
+            leaves = pytree.tree_leaves(y)
+            check_leaves(leaves, "a stage's output")
+            return y, leaves, 0
         pair = isinstance(value, tuple)
-        mean, count = value if pair else (value, self.fed[microbatch].samples)
+        mean, count = value if pair else (value, given.samples)
         _check_mean(mean, y)
         # A number, where it need not be waited for: a tensor that is kept between others that are
         # not would keep their memory from being one piece again.
@@ -129,7 +146,7 @@ class TorchStage(VersionedStage):
         self.device.hold(key, wanted)
         saved: list[ref[Saved]] = []
         with self.device.watch(key, saved):
-            output, ends, count = self._apply(microbatch, entered)
+            output, ends, count = self._apply(microbatch, entered, self.fed[microbatch].target)
         # Edges, not outputs: what was sent on need not be kept here until its gradient comes.
         edges = [
             get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None
@@ -148,7 +165,7 @@ class TorchStage(VersionedStage):
             count, gradients = received
             return kept, gradients, count
         # The loss's type may not hold the count: what weighs the gradient is what is counted.
-        weight = torch.tensor(kept.counted / self.unit, dtype=kept.mean.dtype)
+        weight = torch.tensor(kept.counted / self.unit, dtype=kept.mean.dtype, device="cpu")
         return kept, [torch.full_like(kept.mean, weight.item())], weight.item()
 
     def _pull(
@@ -158,17 +175,22 @@ class TorchStage(VersionedStage):
         # Whichever version this is, its backward adds to the one sum, in place.
         weights = self.weights[self.fed[microbatch].version]
         for name, p in weights.items():
-            p.grad = self.total.get(name)
+            p.grad = self.total.get(name) if count else None
         found: list[Tensor | None] = []
         held: list[Tensor] = []
-        with self.device.backward_context(self.fed[microbatch].seed):
+        with self.device.backward_context(self.draws.get(True, False)):
             if kind is Kind.W:
                 kept.weight_grad()
             else:
                 found, held = self._pull_input(microbatch, kept, gradients, count, kind)
         for name, p in weights.items():
             if p.grad is not None:
-                self.total[name], p.grad = p.grad, None
+                # What counts nothing has zeros, whatever a mean of nothing has made of it.
+                if count or name not in self.total:
+                    self.total[name] = p.grad if count else torch.zeros_like(p.grad)
+                p.grad = None
+        if not count:
+            found = [None if g is None else torch.zeros_like(g) for g in found]
         # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
         # and what is kept for W.
         shared = storages([*held, *self.total.values()])
@@ -184,7 +206,7 @@ class TorchStage(VersionedStage):
         starts = [
             (e, g)
             for e, g in zip(kept.edges, gradients, strict=True)
-            if e is not None and g is not None and count
+            if e is not None and g is not None
         ]
         edges, of_edges = [e for e, _ in starts], [g for _, g in starts]
         leaves = [leaf for leaf in kept.x if leaf is not None]
@@ -225,9 +247,23 @@ def warm_up(device: CpuDevice) -> None:
     device.ledger.drop(warm_up)
 
 
-def _entered(x: Tensor) -> Tensor:
-    """An input as no leaf and no view, so that a first layer may work in place."""
-    return torch.ops.aten._unsafe_view.default(x, x.shape)
+class _Entered(torch.autograd.Function):
+    """An input as no leaf and no view, so that a first layer may work in place.
+
+    With the version counter of what was received: a sender in this process may have saved that for
+    its own backward, and learns from it of such work.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+_entered: Callable[[Tensor], Tensor] = _Entered.apply
 
 
 def _differentiable(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """All that a stage goes on from: copies, its optimizer as made and as kept, and its buffers."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,7 +55,41 @@ def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
     # deepcopy forgets them; optimizers may look at them.
     for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
         vars(q).update(vars(p))
+    # What is compiled would be forgotten, or a function, which stays the original's.
+    for original, copied in zip(originals.modules(), copies.modules(), strict=True):
+        compile_as(copied, compiled_in(original))
     return copies
+
+
+Compiled = dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]]
+
+
+def compiled_in(module: nn.Module) -> Compiled:
+    """The module's own methods that its compile() or torch.compile have compiled, by attribute.
+
+    As their functions and what compiles them. ValueError for another function that has the module:
+    a copy's would compute with the caller's weights.
+    """
+    found: Compiled = {}
+    for name, value in vars(module).items():
+        if not inspect.isfunction(value):
+            continue
+        nonlocals = inspect.getclosurevars(value).nonlocals
+        method: Any = getattr(value, "_torchdynamo_orig_callable", None)
+        if getattr(method, "__self__", None) is module and "self" in nonlocals:
+            found[name] = method.__func__, nonlocals["self"]  # torch keeps it nowhere else
+        elif any(getattr(held, "__self__", held) is module for held in nonlocals.values()):
+            raise ValueError(
+                f"{name} of a {type(module).__name__} is a function around the module itself, "
+                "which cannot be copied for each stage: make it a method of a subclass"
+            )
+    return found
+
+
+def compile_as(module: nn.Module, compiled: Compiled) -> None:
+    """Let a copy compute as the module that these were found in."""
+    for name, (function, compiler) in compiled.items():
+        setattr(module, name, compiler(function.__get__(module)))
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 import torch._dynamo  # the first optimizer would load it: a second that Ctrl-C must not break off
 from torch import nn
 
+from pipelab.predict.costs import Recompute
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.session import Wing
@@ -23,6 +24,7 @@ from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.device import CpuDevice, find_device, torch_device
+from pipelab.runtime.torch.settings import check_modes
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, make_optimizer
 from pipelab.runtime.worker import Job, Order
@@ -37,6 +39,7 @@ class TorchJob(Job):
     """A job on torch stages.
 
     modules  the row's stages by number
+    draws    whether forwards are known to draw random numbers
     ties     per stage, the numbers of its tied weights by name
     start    by stage, what to go on from
     saves    whether a checkpoint is wanted in the end
@@ -44,6 +47,7 @@ class TorchJob(Job):
 
     modules: dict[int, nn.Module]
     recipe: Recipe
+    draws: bool
     ties: Sequence[dict[str, int]]
     start: Mapping[int, StageState]
     saves: bool
@@ -65,6 +69,7 @@ class TorchJob(Job):
                 last=s == self.schedule.stages - 1,
                 ties=self.ties[s],
                 start=self.start.get(s),
+                draws=self.draws,
             )
             if self.saves:  # tell now, and not after the training
                 checkpoint.packed(s, made[s].optimizer_state())
@@ -96,10 +101,13 @@ class TorchWing(Wing):
         self, schedule: Schedule, stages: Sequence[nn.Module], options: Options, *, training: bool
     ) -> None:
         super().__init__(schedule, stages, options, training=training)
+        check_modes()
         check_replicas(schedule, options.replicas)
         if training:
             check_stages(stages)
             check_statistics(stages)
+            if options.recompute is not Recompute.NEVER:
+                check_generators(stages)
             self.ties = find_ties(schedule, stages)
         index = None
         if options.resume:
@@ -111,9 +119,10 @@ class TorchWing(Wing):
             check_saved(stages)
         self.launcher, self.devices = _launcher(schedule, options)
         self.autocast = find_autocast(options.autocast, self.devices)
-        if training:
-            seed = index.seed if index else options.seed
-            self.seed = find_seed(stages, seed)
+        seed = index.seed if index else options.seed
+        # Asking for it draws nothing from the caller's generator.
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.draws = options.seed is not None or any(map(_draws, nn.ModuleList(stages).modules()))
         if index and options.resume:
             self.start = checkpoint.states_for(Path(options.resume), index, stages, self._here())
             read = [] if options.endless else Segment(schedule, 0, index.batch).later()
@@ -152,6 +161,7 @@ class TorchWing(Wing):
         own = [s for s, d in enumerate(self.schedule.placement) if d == fields["row"]]
         return TorchJob(
             modules={s: self.stages[s] for s in own},
+            draws=self.draws,
             ties=self.ties,
             start={s: self.start[s] for s in own if self.start},
             saves=self.options.save is not None,
@@ -261,6 +271,19 @@ def check_statistics(stages: Sequence[nn.Module]) -> None:
                 )
 
 
+def check_generators(stages: Sequence[nn.Module]) -> None:
+    """ValueError for a module that draws from a generator of its own, if forwards run again."""
+    for s, stage in enumerate(stages):
+        for part in stage.modules():
+            for name, value in vars(part).items():
+                if isinstance(value, torch.Generator):
+                    raise ValueError(
+                        f"stage {s}: {name} of a {type(part).__name__} is a torch.Generator, from "
+                        "which a forward that runs again would draw other numbers: let it draw "
+                        "from torch's own, or use recompute='never'"
+                    )
+
+
 def check_saved(stages: Sequence[nn.Module]) -> None:
     """ValueError for a module with a state that no checkpoint holds."""
     for s, stage in enumerate(stages):
@@ -312,15 +335,8 @@ def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
     return any(module.training or not module.track_running_stats for module in found)
 
 
-def find_seed(stages: Sequence[nn.Module], seed: int | None) -> int | None:
-    """The seed of what forwards draw, or None if no layer draws and no seed was given."""
-    if seed is None and any(map(_draws, nn.ModuleList(stages).modules())):
-        # Asking for it draws nothing from the caller's generator.
-        return torch.initial_seed()
-    return seed
-
-
 def _draws(module: nn.Module) -> bool:
+    """Whether it is a layer that draws random numbers."""
     # Attention and recurrent layers name their rate `dropout`.
     attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
     rate = getattr(module, attribute, 0)

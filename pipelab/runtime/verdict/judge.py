@@ -1,6 +1,7 @@
 """Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice, product
 from typing import Any
 
@@ -33,6 +34,7 @@ def judge(
     divided: bool,
     by_microbatches: bool,
     seed: int | None,
+    draws: bool,
     tolerance: float | None,
     quick: bool,
 ) -> Check:
@@ -45,22 +47,24 @@ def judge(
     divided        whether a forward depends on how the batch is cut: so is the truth's then
     by_microbatches  whether that is wanted, and the verdict says so
     seed           of the random numbers that forwards draw
+    draws          whether they are known to draw some; else the first piece shows it
     quick          make do with the run's precision for the truth too
     """
     table, replicas = segment.table, len(replica_steps)
     # [1] the rule, and the data with what they read by it
     rule, reading = _reading_of_part(segment, replicas)
     own = reference(False)
-    stream = _pieces(segment, batches, reading, replicas, own, seed)
+    pieces_from = partial(_pieces, segment, batches, reading, replicas, own)
+    if not draws and not own.draws(next(pieces_from(seed))):
+        seed = None
+    stream = pieces_from(seed)
     first = next(stream)
     stream = chain([first], stream)  # it is looked at beforehand, and still the first one compared
     # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)
     trial = Trial(result, own, truth, first, tolerance)
-    # Where the rule allows it, the truth takes the batch undivided: what a paper's formula says.
-    by_batch = rule != TABLE and table.per_update == table.microbatches
-    whole = len(reading[0]) > 1 and (by_batch or not table.training)
-    whole = whole and not divided and not own.remembers([first])
+    whole = _may_be_whole(table, rule, len(reading[0])) and not divided
+    whole = whole and seed is None and not own.remembers([first])
     # A layer may insist on a micro-batch's size.
     if whole and (
         by_microbatches or not truth.takes([Piece(batches[0][0], batches[0][1], reading[0][0])])
@@ -82,6 +86,12 @@ def judge(
     # [4] what the run gives back
     trial.compare_results(replica_steps, saved)
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
+
+
+def _may_be_whole(table: Schedule, rule: str, pieces: int) -> bool:
+    """Whether the truth may take the batch undivided, which is what a paper's formula says."""
+    by_batch = rule != TABLE and table.per_update == table.microbatches
+    return pieces > 1 and (by_batch or not table.training)
 
 
 def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:

@@ -56,6 +56,7 @@ class Arithmetic(Protocol):
 
     eps          "NAME of stage S" -> from 1 to the next number in the type of a weight or buffer
     eps_of_loss  the same of the latest loss
+    drew         whether the latest forward of a piece with seeds has drawn random numbers
     coarsest     the largest eps of what is trained, or of mixed precision
     mixed        the eps of mixed precision, which leaves the optimizer alone; else 0
     computes_in  the name of the precision that it computes in
@@ -68,6 +69,7 @@ class Arithmetic(Protocol):
 
     eps: dict[str, float]
     eps_of_loss: float
+    drew: bool = True
     coarsest: float
     mixed: float = 0.0
     computes_in: str
@@ -220,6 +222,11 @@ class Reference:
             return True
         except Exception:
             return False
+
+    def draws(self, piece: Piece) -> bool:
+        """Whether forwards of a piece with seeds draw random numbers."""
+        self.losses([piece], Jitter(1, 0.0))  # leaves no trace
+        return self.arithmetic.drew
 
     def narrowed(self, pieces: Sequence[Piece]) -> float:
         """The eps of the coarsest type that a finer one is rounded to; 0 if none is."""

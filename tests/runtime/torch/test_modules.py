@@ -7,9 +7,11 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipelab import Recompute, RunError, evaluate, make, run
 from pipelab.runtime.torch.stage import TorchStage
@@ -97,14 +99,22 @@ class Yielding(nn.Module):
         return x
 
 
-def test_a_checkpoint_with_dropout_draws_alone():
+class Dropping(nn.Module):
+    """Dropout that is no layer of its own."""
+
+    def forward(self, x):
+        return F.dropout(x, 0.4)
+
+
+@pytest.mark.parametrize(("drop", "seed"), [(nn.Dropout(0.4), 1), (Dropping(), None)])
+def test_a_checkpoint_with_dropout_draws_alone(drop, seed):
     # Was: the backward drew from the process's generator while the other stages' forwards did, on
     # threads.
-    modules = [nn.Sequential(*m, Yielding(), nn.Dropout(0.4), Yielding()) for m in stages(3)]
+    modules = [nn.Sequential(*m, Yielding(), drop, Yielding()) for m in stages(3)]
     arguments = (batches(1, 16), F.mse_loss, SGD)
     schedule = make("pipedream_flush", 3, 8)
-    expected = run(schedule, modules, *arguments, seed=1)
-    result = run(schedule, wrapped(Checkpointed, modules, (0, 1, 2)), *arguments, seed=1)
+    expected = run(schedule, modules, *arguments, seed=seed)
+    result = run(schedule, wrapped(Checkpointed, modules, (0, 1, 2)), *arguments, seed=seed)
     assert expected.check.passed
     assert result.check.passed, result.check
     assert result.losses == expected.losses
@@ -490,6 +500,136 @@ def test_the_check_sees_wrong_losses_of_stages_with_a_state(monkeypatch):
     models = [Handing(), Handed(6, 6, dtype=torch.float64)]
     result = run(make("gpipe", 2, 4), models, batches(1), F.mse_loss, SGD)
     assert not result.check.passed
+
+
+# ---- work in place on what was received
+
+
+class Working(nn.Module):
+    """Works on its input, and ends in what saves its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x):
+        return self.inner(x.mul_(1.5)).sigmoid()
+
+
+class Ahead(Working):
+    """Saves the second of what it sends."""
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y, y.exp()
+
+
+class Passing(Working):
+    def forward(self, pair):
+        return self.inner(pair[0]), pair[1]
+
+
+class Behind(Working):
+    def forward(self, pair):
+        return self.inner(pair[0]) + pair[1].mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "backend"),
+    [
+        ("gpipe", [Working] * 2, "threads"),
+        ("zb_h1", [Working] * 2, "threads"),
+        ("zb_v", [Working] * 4, "threads"),
+        ("dualpipe_v", [Working] * 4, "threads"),
+        ("gpipe", [Ahead, Passing, Behind], "threads"),
+    ],
+)
+def test_what_the_sender_has_saved_cannot_be_changed(name, kinds, backend):
+    # Was: another gradient of the sender's, without a word. Plain torch says the same.
+    table = make(name, len(kinds) // (2 if name.endswith("v") else 1), 4)
+    arguments = [kind() for kind in kinds], batches(1), F.mse_loss, SGD
+    with pytest.raises(RunError, match="changed in place after the forward, by this stage or by"):
+        run(table, *arguments, backend=backend, check=False)
+
+
+def test_a_loss_that_changes_its_targets_runs_again():
+    # Was: the second time they were changed twice.
+    def shifted(output, target):
+        return F.mse_loss(output, target.sub_(0.5))
+
+    arguments = make("gpipe", 2, 2), stages(2), batches(1), shifted, SGD
+    kept = run(*arguments)
+    assert kept.check.passed
+    assert run(*arguments, recompute="always").losses == kept.losses
+
+
+# ---- what torch compiles
+
+
+class Counted(nn.Linear):
+    """Counts its forwards, and those that ran as torch has compiled them."""
+
+    def __init__(self):
+        super().__init__(6, 6, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros(2))
+
+    def forward(self, x):
+        self.calls = self.calls + torch.tensor([1.0, float(torch.compiler.is_compiling())])
+        return super().forward(x)
+
+
+def compiled(way):
+    torch.manual_seed(0)
+    modules = [nn.Sequential(Counted()), nn.Sequential(Counted())]
+    for stage in modules:
+        if way == "stage":
+            stage.compile(backend="eager")
+        elif way == "block":
+            stage[0].compile(backend="eager")
+        elif way == "forward":
+            stage[0].forward = torch.compile(stage[0].forward, backend="eager")
+    return modules
+
+
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    [("stage", "threads"), ("block", "threads"), ("forward", "threads"), ("block", "processes")],
+)
+def test_a_compiled_module_stays_compiled(way, backend):
+    # Was: forgotten by the copies; by that of a compiled `forward` the caller's own was trained.
+    arguments = batches(1), F.mse_loss, SGD
+    expected = run(make("gpipe", 2, 4), compiled("no"), *arguments, check=False)
+    modules = compiled(way)
+    result = run(make("gpipe", 2, 4), modules, *arguments, backend=backend, check=False)
+    assert result.losses == pytest.approx(expected.losses)
+    for mine, plain, stage in zip(result.weights, expected.weights, modules, strict=True):
+        assert torch.allclose(mine["0.weight"], plain["0.weight"])
+        assert not torch.equal(mine["0.weight"], stage[0].weight)
+        assert mine["0.calls"].tolist() == [4, 4]
+        assert stage[0].calls.tolist() == [0, 0]
+
+
+def test_a_forward_around_the_module_itself_is_refused():
+    # Was: the copies computed with the caller's weights, and trained nothing; the check passed.
+    modules = stages(2)
+    forward = modules[1].forward
+    modules[1].forward = lambda x: forward(x) * 2
+    with pytest.raises(ValueError, match="forward of a Sequential is a function around the module"):
+        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
+
+
+# ---- what is a thread's alone
+
+
+@pytest.mark.parametrize(
+    ("around", "name"),
+    [(FlopCounterMode, "_FlopCounterMode"), (save_on_cpu, "saved_tensors_hooks")],
+)
+def test_a_context_of_the_callers_thread_is_refused(around, name):
+    # Was: ignored by the workers.
+    context = around(display=False) if around is FlopCounterMode else around()
+    with context, pytest.raises(ValueError, match=f"inside `with {name}`, which torch applies"):
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD)
 
 
 # ---- state of a module's own

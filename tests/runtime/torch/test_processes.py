@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simulate, validate
 from pipelab.runtime.torch import processes
+from pipelab.runtime.torch.settings import settings, use
 from tests.runtime.test_run import (
     SGD,
     Failing,
@@ -66,6 +67,39 @@ def nothing_is_left_behind(tmp_path, monkeypatch):
     yield
     assert time.monotonic() - began < GUARD
     assert left_behind() == before
+
+
+class Asking(nn.Linear):
+    """Fails where torch is not set as it was told."""
+
+    def forward(self, x):
+        found = settings()
+        assert found == self.set, (found, self.set)
+        assert torch.empty(0).device == self.where
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_what_is_set_in_torch_reaches_the_workers(backend):
+    # Was: processes had torch's own settings, and threads its own default device.
+    before = settings()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(torch.get_num_threads() + 2)
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    torch.set_flush_denormal(True)
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        modules, data = [Asking(6, 6), Asking(6, 6)], batches(1)
+        torch.set_default_device("meta")
+        for module in modules:
+            module.set, module.where = settings(), torch.empty(0).device
+        run(make("gpipe", 2, 2), modules, data, F.mse_loss, SGD, backend=backend, check=False)
+    finally:
+        torch.set_default_device(None)
+        use(before)
 
 
 @pytest.mark.parametrize(

@@ -516,7 +516,8 @@ def clip_omits_a_stage(s: Sabotage) -> None:
 
 def other_dropout_in_recomputation(s: Sabotage) -> None:
     def prepare(call: Callable, stage: Any, k: int, *_: Any) -> Any:
-        stage.fed[k].seed += 1
+        seed, *rest = stage.fed[k].seed
+        stage.fed[k].seed = seed + 1, *rest
         return call()
 
     s.around("_prepare", prepare)

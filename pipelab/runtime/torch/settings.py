@@ -1,0 +1,105 @@
+"""What a caller has set in torch, and the processes and threads of a run have to get.
+
+Most of it is a process's. What is a thread's alone is given to the workers by their device, such as
+the default device, or refused.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import deterministic
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+backends: Any = torch.backends  # some of it is made while torch runs
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # (get, set)
+
+
+def _attributes(owner: Any, *names: str) -> list[Setting]:
+    return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in names]
+
+
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _flushes_denormal() -> bool:
+    # It is set in the processor, which torch cannot ask.
+    return sys.float_info.min * 0.5 == 0
+
+
+# In this order, as the first ways to say how float32 is multiplied set the newer ones, too.
+SETTINGS: list[Setting] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, torch.set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *_attributes(deterministic, "fill_uninitialized_memory"),
+    (_anomaly, lambda both: torch.autograd.set_detect_anomaly(*both)),
+    (_flushes_denormal, torch.set_flush_denormal),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    *_attributes(backends, "fp32_precision"),
+    *_attributes(
+        backends.cuda.matmul,
+        "fp32_precision",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    ),
+    *_attributes(backends.cudnn, "fp32_precision", "enabled", "benchmark", "benchmark_limit"),
+    *_attributes(backends.cudnn, "deterministic"),
+    *_attributes(backends.cudnn.conv, "fp32_precision"),
+    *_attributes(backends.cudnn.rnn, "fp32_precision"),
+    *_attributes(backends.mkldnn, "fp32_precision", "enabled", "deterministic"),
+    *_attributes(backends.mkldnn.matmul, "fp32_precision"),
+    *_attributes(backends.mkldnn.conv, "fp32_precision"),
+    *_attributes(backends.mkldnn.rnn, "fp32_precision"),
+    *_attributes(backends.opt_einsum, "enabled", "strategy"),
+    (backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled),
+    (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
+    (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+    (backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
+    (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+    (
+        backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    (backends.cuda.preferred_linalg_library, backends.cuda.preferred_linalg_library),
+    (backends.cuda.preferred_blas_library, backends.cuda.preferred_blas_library),
+]
+
+
+def settings() -> list[Any]:
+    """The values of this process's settings, for `use` in another; None where torch gives none."""
+    return [_value(get) for get, _ in SETTINGS]
+
+
+def use(values: Sequence[Any]) -> None:
+    """Set what is not so already: some of it can be set once only, or costs time."""
+    for (get, set_to), value in zip(SETTINGS, values, strict=True):
+        if value is not None and value != _value(get):
+            set_to(value)
+
+
+def _value(get: Callable[[], Any]) -> Any:
+    with suppress(RuntimeError):  # where the older and the newer way to say it were mixed
+        return get()
+    return None
+
+
+def check_modes() -> None:
+    """ValueError inside what torch does in this thread alone, where no worker would be."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    found = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    if torch._C._autograd._top_saved_tensors_default_hooks(False):
+        found.append("saved_tensors_hooks")
+    if found:
+        raise ValueError(
+            f"the call is inside `with {found[-1]}`, which torch applies in this thread alone and "
+            "not in the workers': leave it, or enter it in the stages' forward"
+        )
