@@ -75,7 +75,9 @@ def run_in_turn(
             shown.set_description(name)
             found = run(schedule)  # before there is a list for it: Ctrl-C may end it
             runs.setdefault(name, []).append(found)
-    if 0 < (done := sum(map(len, runs.values()))) < count:
+    if not runs:  # nothing to show
+        raise KeyboardInterrupt
+    if (done := sum(map(len, runs.values()))) < count:
         print(f"interrupted in run {done + 1} of {count}", file=sys.stderr)
     return runs
 
@@ -156,8 +158,6 @@ def compare_command(
         costs = fit(first.timeline, first.memory)
         made = {name: make_for(name, devices, microbatches, costs, **sizes) for name in made}
         several = run_in_turn({name: table for name, (table, _) in made.items()}, run, repeats)
-        if not several:
-            raise KeyboardInterrupt
         made = {name: made[name] for name in several}
     records = [compared(*made[name], several.get(name, ())) for name in made]
     title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"
