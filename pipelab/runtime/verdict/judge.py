@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice, product
+from itertools import islice, product
 from typing import Any
 
 from pipelab.runtime.batches import cut_batch
@@ -57,23 +57,19 @@ def judge(
     pieces_from = partial(_pieces, segment, batches, reading, replicas, own)
     if not draws and not own.draws(next(pieces_from(seed))):
         seed = None
-    stream = pieces_from(seed)
-    first = next(stream)
-    stream = chain([first], stream)  # it is looked at beforehand, and still the first one compared
+    first, stream = next(pieces_from(seed)), pieces_from(seed)
     # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)
     trial = Trial(result, own, truth, first, tolerance)
     whole = _may_be_whole(table, rule, len(reading[0])) and not divided
     whole = whole and seed is None and not own.remembers([first])
     # A layer may insist on a micro-batch's size.
-    if whole and (
-        by_microbatches or not truth.takes([Piece(batches[0][0], batches[0][1], reading[0][0])])
-    ):
+    if whole and (by_microbatches or not truth.takes([_undivided(batches, reading, 0)])):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
     # [3] update by update, each from the run's own weights before it
     for i in range(table.updates if table.training else table.batches):
         pieces = list(islice(stream, len(reading[i])))
-        exact = [Piece(batches[i][0], batches[i][1], reading[i][0])] if whole else pieces
+        exact = [_undivided(batches, reading, i)] if whole else pieces
         if not table.training:
             trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
             continue
@@ -86,6 +82,10 @@ def judge(
     # [4] what the run gives back
     trial.compare_results(replica_steps, saved)
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
+
+
+def _undivided(batches: Sequence[Any], reading: Reading, i: int) -> Piece:
+    return Piece(batches[i][0], batches[i][1], reading[i][0])
 
 
 def _may_be_whole(table: Schedule, rule: str, pieces: int) -> bool:
