@@ -19,7 +19,7 @@ import pipelab
 from pipelab import make, run
 from pipelab.cli import main, training_folder
 from pipelab.cli.training import train
-from pipelab.cli.training_folder import TrainingFolder
+from pipelab.cli.training_folder import LOCK, TrainingFolder
 from pipelab.models import data, split
 from pipelab.models.gpt2 import PADDING, gpt2, masked_loss, next_token_loss
 from pipelab.runtime.torch.checkpoint import Index, load_stage
@@ -243,25 +243,23 @@ def test_one_training_at_a_time_has_a_folder(tmp_path):
 
 
 def test_a_lock_whose_process_was_killed_is_taken_over(tmp_path, monkeypatch):
-    (tmp_path / training_folder.LOCK).write_text("process 1 on another")
+    (tmp_path / LOCK).write_text("process 1 on another")
     parts = train(*setting(), tmp_path, every=4, seed=3, check=False)
     next(parts)
-    assert (
-        tmp_path / training_folder.LOCK
-    ).read_text() == f"process {os.getpid()} on {gethostname()}"
+    assert (tmp_path / LOCK).read_text() == f"process {os.getpid()} on {gethostname()}"
     parts.close()
-    assert not (tmp_path / training_folder.LOCK).exists()
+    assert not (tmp_path / LOCK).exists()
 
     def no_locks(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(training_folder, "flock", no_locks)
-    (tmp_path / training_folder.LOCK).write_text("process 1 on another")
+    (tmp_path / LOCK).write_text("process 1 on another")
     with pytest.raises(
         ValueError, match=r"process 1 on another \(if it has ended, remove .*lock\)"
     ):
         next(train(*setting(), tmp_path, every=4, seed=3))
-    (tmp_path / training_folder.LOCK).unlink()
+    (tmp_path / LOCK).unlink()
     assert len(list(train(*setting(), tmp_path, every=4, seed=3, check=False))) == 1
 
 
