@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipelab.cli.training_folder import LOSSES, TrainingFolder
+from pipelab.cli.training_folder import TrainingFolder
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Run
 from pipelab.runtime.run import DEFAULT, check_sequence
@@ -57,8 +57,7 @@ def train(
     options |= {"check": check == "first" or check, "save": folder}
 
     def session(last: Path | None) -> Session:
-        own = Options(DEFAULT, options | {"resume": last})
-        given = schedule, stages, loss, optimizer, own
+        given = schedule, stages, loss, optimizer, Options(DEFAULT, options | {"resume": last})
         return Session(wing, *given, batches=count, training=True)
 
     with TrainingFolder(folder, name, wing.index) as own:
@@ -68,15 +67,9 @@ def train(
             found = ranks.launcher.from_first(looked, "the folder")
             if isinstance(found, Exception):
                 raise found
-        # [2] where it was stopped: the losses are written last, a checkpoint without them is made
-        # again
-        own.losses = found
+        # [2] where it was stopped: losses are written last; a checkpoint without is made again
+        own.losses, done = found, len(found)
         with session(own.last) as ranks:
-            if ranks.done != (done := len(found)):
-                raise ValueError(
-                    f"{own.last} is after batch {ranks.done}, and {LOSSES} has {done} losses: one "
-                    "of them was changed; name another folder"
-                )
             # [3] part by part, by ranks that stay
             for begin in range(done, schedule.batches, every):
                 part = Segment(schedule, begin, min(begin + every, schedule.batches))

@@ -70,6 +70,11 @@ class TrainingFolder(AbstractContextManager):
                 "folder"
             )
         self.losses, self.owner = losses, owner
+        if self.last and (done := self._index(self.last).batch) != len(losses):
+            raise ValueError(
+                f"{self.last} is after batch {done}, and {LOSSES} has {len(losses)} losses: one of "
+                "them was changed; name another folder"
+            )
 
     def check_free(self, ends: Iterable[int]) -> None:
         """ValueError where a checkpoint after one of so many batches would replace another's."""

@@ -80,9 +80,10 @@ def export(
     files = {"schedule.csv": csv, "plan.json": json.dumps(plan, indent=1) + "\n"}
     if titan:
         files["options.txt"] = _titan_options(table, layers, samples, target)
-    with draft_of(target) as draft, writing(draft):
-        for name, text in files.items():
-            (draft / name).write_text(text)
+    with draft_of(target) as draft:
+        with writing(draft):
+            for name, text in files.items():
+                (draft / name).write_text(text)
         for name in SCRIPTS[engine]:
             shutil.copyfile(Path(__file__).with_name("scripts") / name, draft / name)
     return plan
