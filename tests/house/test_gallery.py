@@ -63,14 +63,11 @@ def test_images_holds_the_pictures_and_their_scripts_and_nothing_else():
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_stored_picture_is_what_the_code_draws_without_showing_or_saving_it(name, monkeypatch):
-    for module, function in (
-        (plt, "show"),
-        (plt, "savefig"),
-        (plt.Figure, "savefig"),
-        (FuncAnimation, "save"),
-    ):
-        monkeypatch.setattr(module, function, lambda *_, **__: pytest.fail("shown or saved"))
-    drawn = PICTURES[name]()
+    saving = (plt, "show"), (plt, "savefig"), (plt.Figure, "savefig"), (FuncAnimation, "save")
+    with monkeypatch.context() as patch:
+        for module, function in saving:
+            patch.setattr(module, function, lambda *_, **__: pytest.fail("shown or saved"))
+        drawn = PICTURES[name]()
     assert isinstance(drawn, plt.Axes | FuncAnimation)
     assert stored(IMAGES / name) == (alt(name), digest(contents(drawn))), (
         f"{name} is stale: make images"
