@@ -3,23 +3,36 @@ PYTHON ?= python3
 BIN := .venv/bin
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 DEVICE ?= cuda
+WITHOUT := and not thorough
+UNIT := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED := 0
 unexport PYTHONDONTWRITEBYTECODE  # every process that a test starts would compile all of it again
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 lab: .venv/.ready  ## set up, then open JupyterLab on the course
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
-test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
+test:  ## set up, then lint, types, unit tests, doctests, notebooks
+test-all:  ## the same, and in more sizes, precisions and processes
+test-all: export XLA_FLAGS :=
+test-all: WITHOUT :=
+test-all: UNIT += --hypothesis-profile pipelab
+test test-all: .venv/.ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -m 'not timed' --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -m timed $$(grep -rl mark.timed tests --include='test_*.py')
+	$(UNIT) -m 'not timed $(WITHOUT)'
+	$(BIN)/pytest -m 'timed $(WITHOUT)' $$(grep -rl mark.timed tests --include='test_*.py')
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --nbval notebooks
+
+check: .venv/.ready  ## after a small change: lint, types, the quick tests of the first rooms
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(UNIT) -m 'not timed and not thorough' tests/table tests/schedules tests/predict tests/plot tests/house/test_layers.py
 
 fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against its reference
 	PIPELAB_FUZZ=10000 $(BIN)/pytest tests/runtime/test_run.py -k random_tables
@@ -62,4 +75,4 @@ clean:  ## remove the environment and caches
 	$(BIN)/pip install --quiet --editable '.[all]'
 	@touch $@
 
-.PHONY: help lab test fuzz mutants notebooks bench gpu site images clean
+.PHONY: help lab test test-all check fuzz mutants notebooks bench gpu site images clean

@@ -23,7 +23,8 @@ from pipelab.schedules import make, takes
 settings.register_profile(
     "pipelab", deadline=None, max_examples=100, suppress_health_check=list(HealthCheck)
 )
-settings.load_profile("pipelab")
+settings.register_profile("quick", settings.get_profile("pipelab"), max_examples=40)
+settings.load_profile("quick")  # make test-all: pipelab
 
 FLUSH = ("inter_layer", "gpipe", "pipedream_flush", "interleaved")
 SPLIT = ("zb_h1", "zb_h2")  # fixed orders with I and W
@@ -39,6 +40,12 @@ def tables(draw, names=tuple(name for name in THEORY if name not in V), largest=
     v = draw(st.integers(1, largest)) if takes(name, "virtual") else 1
     batches = draw(st.integers(1, 3))
     return make(name, p, m, virtual=v, batches=batches), p, m, v, batches
+
+
+def thorough(*cases):
+    """More cases of a parametrized test, which only `make test-all` tries."""
+    several = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.thorough) for case in several]
 
 
 class Wrapping:

@@ -1,22 +1,27 @@
 """Eight JAX devices on the CPU: imported by the tests that use jax, before it is first used.
 
-What is compiled is kept on disk while the tests run: most of their time would go into compiling the
-same programs again, since each test, and each process that a test starts, makes functions of its
-own. A folder that the environment names (JAX_COMPILATION_CACHE_DIR) is used instead, and stays.
+Most of their time would go into compiling the same programs again, since each test, and each
+process that a test starts, makes functions of its own. So what is compiled is kept in build/jax for
+all tests and the next run, and LLVM hardly optimizes it. The environment comes first: a folder of
+its own (JAX_COMPILATION_CACHE_DIR) or other XLA_FLAGS. `make test-all` compiles as users do.
 """
 
 import os
-from tempfile import TemporaryDirectory
+from pathlib import Path
+
+os.environ.setdefault(  # a compilation takes a sixth of the time
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false",
+)
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _folder = TemporaryDirectory(prefix="pipelab-tests-")  # removed when the tests end
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _folder.name
+_folder = Path(__file__).parents[1] / "build" / "jax"
 for _name, _value in {
-    "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
+    "jax_compilation_cache_dir": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(_folder)),
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }.items():

@@ -49,6 +49,7 @@ def numbers(text):
     return middle
 
 
+@pytest.mark.thorough
 def test_beside_others():
     """Each library that has the schedule, on each model; ratios are those of the medians shown."""
     case = peers.DEFAULT.cases[1]
@@ -64,6 +65,7 @@ def test_beside_others():
         assert float(row[7]) > 0
 
 
+@pytest.mark.thorough
 def test_messages_beside_torchs():
     """Every case has its row; a ratio is of the times that stand beside it."""
     tables = tables_of(
@@ -98,11 +100,13 @@ def test_messages_beside_torchs():
         assert all(numbers(row[f"{way} (µs)"]) > 0 for way in wire.WAYS)
 
 
+@pytest.mark.thorough
 def test_what_takes_time_takes_some(tables):
     for row in tables["Launch"]:
         assert float(row["first run (s)"]) > numbers(row["following runs (s)"]) > 0
 
 
+@pytest.mark.thorough
 def test_faults_under_every_launcher_are_told_in_time_and_leave_nothing():
     sizes = faults.Sizes(faults=(faults.RAISES, faults.TRANSFER), parcel=1_000_000, timeout=20.0)
     rows = tables_of(faults.report(1, sizes))["Under every launcher"]
@@ -122,6 +126,7 @@ def test_faults_under_every_launcher_are_told_in_time_and_leave_nothing():
     assert told["jax"].startswith("process 0 disconnected; it was at: device 0")
 
 
+@pytest.mark.thorough
 def test_predictions_stand_beside_the_same_run_again():
     sizes = predict.Sizes(
         width=8,
@@ -138,6 +143,7 @@ def test_predictions_stand_beside_the_same_run_again():
     assert "spread (A/A)" in page
 
 
+@pytest.mark.thorough
 def test_searched_schedules_are_proved_paced_and_measured():
     """A found schedule is in every table, and never slower than a named one as predicted."""
     sizes = search.Sizes(
@@ -154,6 +160,7 @@ def test_searched_schedules_are_proved_paced_and_measured():
     assert all(numbers(row["ratio, measured"]) > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_jax_pipelines_side_by_side():
     import jax_pipelines
 
@@ -202,6 +209,7 @@ def test_make_bench_runs_every_script_and_each_has_its_page():
     assert set(pages) == {path.name for path in BENCHMARKS.glob("*.md")}
 
 
+@pytest.mark.thorough
 def test_the_script_writes_its_page_and_prints_it(tmp_path):
     file = tmp_path / "page.md"
     options = ["--repeats", "1", "--actions", "20000", "--markdown", file]

@@ -14,6 +14,7 @@ from jupyter_lab import chromium
 from pipelab import Costs, make, simulate
 from pipelab.editor.puzzle import LEVELS
 from pipelab.measure.trace import from_trace
+from tests.conftest import thorough
 from tests.house.marionette import TAB, firefox, opened
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -60,7 +61,7 @@ def press(page, *keys):
         page.keyboard.press(key)
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("size", [DESK, *thorough(PHONE)], ids=["desk", "phone"])
 def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, size, address):
     page = playing("play/explorer.html", size)  # goes on to the page, what is set goes with it
     shows(page, "makespan", "28.5")  # as it is stored
@@ -121,7 +122,7 @@ def test_every_lectures_explorer_is_the_stored_one_and_lives(playing, site):
     assert "explorer.html#schedule=pipedream_flush&" in link.get_attribute("href")
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("size", [DESK, *thorough(PHONE)], ids=["desk", "phone"])
 def test_a_level_is_solved_by_keyboard_and_stays_solved(playing, size):
     page = playing("play/editor.html#first", size)
     said = page.locator(".pipelab-editor .said")
@@ -324,6 +325,7 @@ ALL = """async (asked) => {
 }"""
 
 
+@pytest.mark.thorough
 def test_every_check_that_a_page_offers_passes_its_solution_there(playing):
     from exercises import answerable
 
@@ -340,6 +342,7 @@ def test_every_check_that_a_page_offers_passes_its_solution_there(playing):
 # ---- in another browser
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(firefox() is None, reason="needs Firefox")
 def test_firefox_explores_edits_and_answers(playing, address, tmp_path):
     cell = "document.querySelector(\".cell:has([data-name='06-a'])\")"
@@ -367,7 +370,7 @@ def no_wasm(page):
     page.add_init_script("delete globalThis.WebAssembly")
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("size", [DESK, *thorough(PHONE)], ids=["desk", "phone"])
 def test_without_webassembly_the_stored_picture_and_a_sentence(open_page, address, size):
     page = open_page(size)
     no_wasm(page)
@@ -473,6 +476,7 @@ def large(open_page, address, with_python):
 
 
 @pytest.mark.timed
+@pytest.mark.thorough
 def test_python_is_soon_there(large):
     loaded = int(large.evaluate("document.documentElement.dataset.python"))
     print(f"loaded in {loaded} ms")
@@ -480,6 +484,7 @@ def test_python_is_soon_there(large):
 
 
 @pytest.mark.timed
+@pytest.mark.thorough
 def test_a_redraw_takes_few_times_what_it_takes_outside(large):
     spent = large.evaluate(REDRAWS, [str(k / 8) for k in range(1, 10)])
     print(f"a redraw: {median(spent):.0f} ms")
@@ -487,6 +492,7 @@ def test_a_redraw_takes_few_times_what_it_takes_outside(large):
 
 
 @pytest.mark.timed
+@pytest.mark.thorough
 def test_a_move_of_the_editor_is_as_quick(playing):
     page = playing("play/editor.html#split")
     expect(page.locator(".pipelab-editor .text")).to_contain_text(LEVELS["split"].text[:30])

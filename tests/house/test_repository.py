@@ -76,7 +76,17 @@ def test_make_help_lists_the_targets():
     listed = subprocess.run(
         ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    for target in ("lab", "test", "notebooks", "bench", "site", "images", "clean"):
+    for target in (
+        "lab",
+        "test",
+        "test-all",
+        "check",
+        "notebooks",
+        "bench",
+        "site",
+        "images",
+        "clean",
+    ):
         assert re.search(rf"^{target} ", listed, re.M), target
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from pipelab import Trainer, make, run
 from pipelab.models.flax_mlp import mlp
+from tests.conftest import thorough
 from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS, free_port
 
 
@@ -26,8 +27,14 @@ def batches(count):
     return [tuple(random.normal(size=shape).astype(np.float32)) for shape in shapes]
 
 
-@pytest.mark.parametrize("name", ["pipedream_flush", "pipedream"])
-@pytest.mark.parametrize("check", [False, 2])
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("pipedream_flush", False),
+        ("pipedream", 2),
+        *thorough(("pipedream_flush", 2), ("pipedream", False)),
+    ],
+)
 def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check, tmp_path):
     data, given = batches(5), (mlp(3, 16), mse, optax.adam(1e-2))
     options = {"backend": "jax", "check": False}
@@ -90,7 +97,7 @@ def started(count, *more):
             process.kill()
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [*thorough(2), 3])
 def test_processes_make_the_same_calls(count):
     # Was: the one with no end of the model was given no batch, and wanted to know its shape.
     with started(count) as processes:
@@ -99,7 +106,7 @@ def test_processes_make_the_same_calls(count):
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, *thorough(1)])
 def test_a_process_that_hangs_between_batches_ends_with_the_others(victim):
     """Was: process 0 for 100 s more, until jax aborted it; another some seconds too late."""
     with started(2, "hangs", str(victim)) as processes:
@@ -112,7 +119,7 @@ def test_a_process_that_hangs_between_batches_ends_with_the_others(victim):
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [*thorough(0), 1])
 def test_a_slow_process_hears_of_another_ones_error_and_all_train_again(victim):
     """Was: ended two seconds after the other one had left; jax's end waited for who left alone."""
     with started(2, "raises", str(victim)) as processes:

@@ -18,6 +18,7 @@ from pipelab import Costs, Kind, Reads, Recompute, RunError, Schedule, evaluate,
 from pipelab.jax.stage import JaxStage
 from pipelab.models.flax_mlp import mlp
 from pipelab.runtime.worker import Worker
+from tests.conftest import thorough
 from tests.runtime.test_run import batches as torch_batches
 from tests.runtime.test_run import stages as torch_stages
 
@@ -30,6 +31,7 @@ RULES = [
     ("pipedream", Reads.FIRST),
     ("pipedream_2bw", None),
 ]
+RECOMPUTE = Recompute.NEVER, Recompute.EXCEPT_LAST
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +89,14 @@ def split_gpipe(p, m):
     return Schedule("split", rows, range(p), m)
 
 
-@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.EXCEPT_LAST])
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(
+    ("rule", "recompute"),
+    [
+        *((rule, RECOMPUTE[i % 2]) for i, rule in enumerate(RULES)),
+        *thorough(*((rule, RECOMPUTE[1 - i % 2]) for i, rule in enumerate(RULES))),
+    ],
+    ids=str,
+)
 def test_every_schedule_equals_the_reference_and_torch(rule, recompute):
     schedule = size_of(rule, 3, 4)
     ours = train(schedule, data=batches(2, 10), optimizer=optax.adam(1e-2), recompute=recompute)

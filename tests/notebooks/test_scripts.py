@@ -59,6 +59,7 @@ def test_with_pipelab_goes_on_from_its_checkpoints(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000030"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
 def test_with_deepspeed_under_its_launcher():
     with socket.socket() as found:

@@ -14,6 +14,7 @@ import pytest
 from pipelab import Costs, Schedule, make, simulate, validate
 from pipelab.optimize.order import search
 from pipelab.peers.export import export
+from tests.conftest import thorough
 
 
 def searched(placement, uneven=True):
@@ -53,7 +54,7 @@ def torchrun(ranks, *script):
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *thorough(4)])
 def test_torchs_runtime_has_one_devices_gradients(ranks, tmp_path):
     folders = [tmp_path / name for name in TABLES]
     for folder in folders:
@@ -82,6 +83,7 @@ def test_the_check_sees_a_table_that_torch_trains_wrong(tmp_path):
     assert float(done.stdout.split(": ")[1]) > 1
 
 
+@pytest.mark.thorough
 def test_a_folder_trains(tmp_path):
     export(make("zb_v", 2, 4), "torch", tmp_path / "out", layers=[1, 2, 1, 1], samples=2)
     done = torchrun(2, tmp_path / "out" / "train.py")
@@ -90,6 +92,7 @@ def test_a_folder_trains(tmp_path):
     assert len(losses) == 10 and losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.thorough
 def test_too_few_ranks_are_told(tmp_path):
     export(make("gpipe", 2, 2), "torch", tmp_path / "out")
     assert "start 2 ranks" in torchrun(1, tmp_path / "out" / "train.py").stderr
@@ -201,6 +204,12 @@ def test_torchtitans_last_stage_has_whole_backwards(tmp_path):
     makespans = {"given": simulate(schedule, costs), "exported": simulate(table, costs)}
     assert plan["makespan"] == {key: timeline.makespan for key, timeline in makespans.items()}
     assert plan["makespan"]["given"] < plan["makespan"]["exported"]
+
+
+@pytest.mark.thorough
+def test_torchtitans_table_has_one_devices_gradients(tmp_path):
+    layers, costs = [0, 2, 2, 0], Costs(weight_grad=3)
+    export(make("zb_v", 2, 4), "torchtitan", tmp_path / "out", layers=layers, costs=costs)
     done = torchrun(2, tmp_path / "out" / "check.py")
     assert done.returncode == 0, done.stderr[-4000:]
 

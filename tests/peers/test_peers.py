@@ -36,6 +36,7 @@ from pipelab.peers import torchgpipe
 from pipelab.peers.deepspeed import schedule_of
 from pipelab.peers.record import PeerRecord, gather
 from pipelab.peers.torchgpipe import run_torchgpipe
+from tests.conftest import thorough
 from tests.runtime.test_run import SGD, batches, stages
 
 RATE = SGD.keywords["lr"]
@@ -304,7 +305,9 @@ def test_torch_pipelining_trains_the_same_weights(name, v, m, optimizer):
     agree(ours, theirs, table)
 
 
-@pytest.mark.parametrize(("name", "m"), [("gpipe", 4), ("pipedream_flush", 1), ("interleaved", 3)])
+@pytest.mark.parametrize(
+    ("name", "m"), [("interleaved", 3), *thorough(("gpipe", 4), ("pipedream_flush", 1))]
+)
 def test_torchs_runtime_carries_out_our_tables(name, m):
     """Few micro-batches, and numbers of them that its own schedules refuse."""
     v = 2 if name == "interleaved" else 1
@@ -347,7 +350,7 @@ def test_torch_pipelining_says_what_it_does_not_take():
         go(make("pipedream", 2, 7))
 
 
-@pytest.mark.parametrize("name", ["pipedream_flush", "table"])
+@pytest.mark.parametrize("name", [*thorough("pipedream_flush"), "table"])
 def test_torch_pipelining_passes_tuples(name):
     """Between stages, and as the input; one stage passes on what it has received."""
     first, second = stages(2)
@@ -421,7 +424,7 @@ def test_torch_pipelining_refuses_sizes_that_do_not_fit(name, count, sizes, mess
 # ---- DeepSpeed
 
 
-@pytest.mark.parametrize(("p", "m", "optimizer"), [(2, 4, Adam), (3, 2, decayed)])
+@pytest.mark.parametrize(("p", "m", "optimizer"), [(2, 4, decayed), *thorough((3, 2, Adam))])
 def test_deepspeed_trains_the_same_weights_and_prints_nothing(p, m, optimizer, capfd):
     """Nor does it clip gradients to a norm of 1, its default."""
     modules, corpus = stages(p), batches(3, samples=2 * m)
@@ -462,6 +465,7 @@ def test_deepspeed_takes_tuples_and_batches_of_several_sizes():
     agree(run(table, modules, corpus, F.mse_loss, SGD), theirs, table)
 
 
+@pytest.mark.thorough
 def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
     layers, corpus, m = [layer for stage in stages(2) for layer in stage], batches(2), 4
     torch.manual_seed(0)

@@ -195,6 +195,7 @@ ROUGH = Sizes(16, 32, 0.0, layers=4, microbatches=2, repeats=2)
 HERE = Place(CPU, ROUGH, 60)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("title", [*gpu.SECTIONS][:5])
 def test_what_a_gpu_shows_rehearsed(title):
     outcome = gpu.attempt(title, HERE)

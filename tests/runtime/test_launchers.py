@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from shutil import which
 
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 
 import pipelab
 from pipelab.runtime import clock
+from pipelab.runtime.torch.ranks import Ranks
+from tests.conftest import thorough
 from tests.workers.launched import shown, uneven
 
 ROOT = Path(__file__).parents[2]
@@ -98,24 +101,37 @@ def test_two_agents_run_what_threads_run(expected, tmp_path):
     assert [len(names) for names in result["weights"]] == [2, 2]  # rank 0 has all for the check
 
 
+OTHERS = {  # a thing that differs in rank 1 -> what the error says
+    "shuffled": "batch 0 is not the same in process 0 and process 1",
+    "unseeded": "of stage 1 is not the same in process 0 and process 1",
+    "unseeded replicas": "of stage 0 is not the same in process 0 and process 1",
+    "raise": "device 1, action 1F0: ZeroDivisionError: by design",
+}
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A folder in which two ranks have trained, stopped and resumed, and what rank 0 said of it
-    and of another training after that.
+    """A folder in which two ranks have failed, then trained, stopped and resumed, then trained
+    again; and what they said of it: the errors of both by twist, and rank 0's results.
     """
     folder = tmp_path_factory.mktemp("two")
-    statuses, outs, errors = worker("resume,uneven", folder)
+    statuses, outs, errors = worker(",".join([*OTHERS, "resume", "uneven"]), folder)
     assert statuses == [0], errors
-    return folder, [json.loads(line) for line in outs[0].splitlines()]
+    said, failed = [json.loads(line) for line in outs[0].splitlines()], defaultdict(list)
+    for one in said:
+        if "error" in one:
+            failed[one["twist"]].append(one["error"])
+    return folder, failed, [one for one in said if "error" not in one]
 
 
 def test_messages_of_changing_sizes_on_ranks(two):
-    _, (_, result) = two
+    _, _, (_, result) = two
     assert result["passed"] is True
     on_threads = shown(uneven(check=False))
     assert (result["losses"], result["sums"]) == (on_threads["losses"], on_threads["sums"])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not which("ip"), reason="needs ip")
 def test_two_hosts_with_a_cable_run_what_threads_run(expected, two_hosts, tmp_path):
     statuses, outs, errors = worker("plain", tmp_path, ranks=1, hosts=two_hosts)
@@ -125,22 +141,15 @@ def test_two_hosts_with_a_cable_run_what_threads_run(expected, two_hosts, tmp_pa
     assert result["losses"] == expected.losses
 
 
-@pytest.mark.parametrize(
-    ("twist", "message"),
-    [
-        ("shuffled", "batch 0 is not the same in process 0 and process 1"),
-        ("unseeded", "of stage 1 is not the same in process 0 and process 1"),
-        ("unseeded replicas", "of stage 0 is not the same in process 0 and process 1"),
-    ],
-)
-def test_ranks_with_other_data_or_start_weights_are_refused(twist, message, tmp_path):
-    statuses, _, errors = worker(twist, tmp_path)
-    assert statuses != [0]
-    assert message in "".join(errors)
+@pytest.mark.parametrize("twist", OTHERS)
+def test_all_ranks_raise_the_same_error_and_the_next_run_works(twist, two):
+    _, failed, _ = two
+    one, other = failed[twist]
+    assert one == other and OTHERS[twist] in one
 
 
 def test_a_resumed_run_on_ranks_is_the_run_on_threads(expected, two):
-    folder, (result, _) = two
+    folder, _, (result, _) = two
     assert result["losses"] == expected.losses[2:]
     assert result["passed"] is True
     files = sorted(p.name for p in (folder / "checkpoint").iterdir())
@@ -148,16 +157,16 @@ def test_a_resumed_run_on_ranks_is_the_run_on_threads(expected, two):
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    """A folder in which three ranks have trained twice, and what rank 0 said of each run."""
-    folder = tmp_path_factory.mktemp("three")
-    statuses, outs, errors = worker("unchecked,skewed", folder, ranks=3)
+def four(tmp_path_factory):
+    """A folder in which four ranks have trained three times, and what rank 0 said of each run."""
+    folder = tmp_path_factory.mktemp("four")
+    statuses, outs, errors = worker("unchecked,skewed,replicas", folder, ranks=4)
     assert statuses == [0], errors
     return folder, [json.loads(line) for line in outs[0].splitlines()]
 
 
-def test_clocks_of_several_hosts_are_aligned(three):
-    _, (_, result) = three
+def test_clocks_of_several_hosts_are_aligned(four):
+    _, (_, result, _) = four
     assert result["passed"] is True
     assert (
         result["late"] > -0.05
@@ -165,22 +174,21 @@ def test_clocks_of_several_hosts_are_aligned(three):
     assert result["makespan"] < GUARD
 
 
-def test_only_end_stages_read_the_data(three):
-    readers = {file.name: file.read_text() for file in three[0].glob("unchecked_read_by_*")}
-    assert set(readers) == {"unchecked_read_by_0", "unchecked_read_by_2"}
+def test_only_end_stages_read_the_data(four):
+    readers = {file.name: file.read_text() for file in four[0].glob("unchecked_read_by_*")}
+    assert set(readers) == {"unchecked_read_by_0", "unchecked_read_by_3"}
     assert readers["unchecked_read_by_0"].split() == ["0", "1", "2", "3"]  # each once
 
 
-def test_replicas_on_ranks(tmp_path):
-    statuses, outs, errors = worker("replicas", tmp_path, ranks=4)
-    assert statuses == [0], errors
-    assert (only(outs)["passed"], only(outs)["replicas"]) == (True, 2)
+def test_replicas_on_ranks(four):
+    _, (*_, result) = four
+    assert (result["passed"], result["replicas"]) == (True, 2)
 
 
 @pytest.mark.parametrize(
     ("twist", "message"),
     [
-        ("raise", "device 1, action 1F0: ZeroDivisionError: by design"),
+        *thorough(("raise", OTHERS["raise"])),
         ("kill", "Signal 9 (SIGKILL)"),
     ],  # one that hangs: tests/runtime/test_ranks.py
 )
@@ -214,7 +222,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize(("ranks", "which"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("ranks", "which"), [*thorough((2, 0)), (3, 1)])
 def test_ranks_that_catch_an_error_go_on_and_end_as_any_script(ranks, which, tmp_path):
     # Was: those of which a thread still waited inside gloo were ended by SIGABRT.
     script = tmp_path / "catches.py"
@@ -225,6 +233,14 @@ def test_ranks_that_catch_an_error_go_on_and_end_as_any_script(ranks, which, tmp
 
 
 def test_another_number_of_ranks_than_devices():
+    ranks = Ranks.__new__(Ranks)
+    ranks.me, ranks.count = 0, 3
+    with pytest.raises(ValueError, match="need 2 ranks, and 3 were started: start 2"):
+        ranks.ranks(2)
+
+
+@pytest.mark.thorough
+def test_the_launcher_shows_the_error():
     statuses, _, errors = torchrun(
         3, "-m", "pipelab", "run", "gpipe", "--devices", "2", "--microbatches", "2"
     )
@@ -232,6 +248,7 @@ def test_another_number_of_ranks_than_devices():
     assert "need 2 ranks, and 3 were started: start 2 (torchrun" in errors[0]
 
 
+@pytest.mark.thorough
 def test_the_command_line_on_two_agents():
     sizes = ["--devices", "2", "--microbatches", "4", "--batches", "2"]
     statuses, outs, errors = torchrun(

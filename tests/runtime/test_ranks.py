@@ -54,7 +54,8 @@ def on_two_ranks(folder, *names):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_two_ranks(tmp_path_factory.mktemp("ranks"), "autocast", "waiting", "checking")
+    runs = "autocast", "waiting", "checking", "unchecked", "hanging"
+    return on_two_ranks(tmp_path_factory.mktemp("ranks"), *runs)
 
 
 def test_autocast_around_a_run_on_ranks(ranks):
@@ -83,16 +84,16 @@ def test_a_check_may_take_longer_than_an_action(ranks):
     assert results["checking"]["passed"]
 
 
-def test_all_ranks_say_where_one_hangs(tmp_path):
-    results, errors = on_two_ranks(tmp_path, "hanging")
-    assert not results
+def test_all_ranks_say_where_one_hangs(ranks):
+    results, errors = ranks
+    assert "hanging" not in results
     text = "RunError: no action ended within 3 s: device 0 at 0B0; device 1 at 1F0\n"
     assert errors.count(text) == 2, errors
 
 
-def test_all_ranks_hear_that_the_reference_failed(tmp_path):
+def test_all_ranks_hear_that_the_reference_failed(ranks):
     # Was: the run, which was complete, ended in the reference's error on all ranks.
-    results, errors = on_two_ranks(tmp_path, "unchecked")
+    results, errors = ranks
     assert results["unchecked"]["passed"] is False
     assert errors.count("the reference failed, because ZeroDivisionError: by design") == 2, errors
 

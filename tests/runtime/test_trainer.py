@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipelab import Reads, RunError, Trainer, make, run
+from tests.conftest import thorough
 from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS
 from tests.runtime.test_run import SGD, batches, stages
 
@@ -50,8 +51,15 @@ def dropping(count, rate=0.2):
     return [nn.Sequential(stage, nn.Dropout(rate)) for stage in stages(count)]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("check", [False, 3])
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        *((name, 3) for name in SCHEDULES),
+        ("interleaved", False),
+        ("2bw", False),
+        *thorough(*((name, False) for name in SCHEDULES if name not in ("interleaved", "2bw"))),
+    ],
+)
 def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check):
     """Also where the pipeline is emptied meanwhile: for the check, to evaluate, to see weights."""
     data, one = batches(7), table(name)
@@ -328,11 +336,17 @@ def test_samples_coupled_on_purpose_are_judged_by_micro_batches():
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["1f1b", "pipedream", "2bw"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("1f1b", "threads"),
+        ("pipedream", "threads"),
+        ("2bw", "threads"),
+        ("pipedream", "processes"),
+        *thorough(("1f1b", "processes")),
+    ],
+)
 def test_saved_and_gone_on_with(name, backend, tmp_path):
-    if backend == "processes" and name == "2bw":
-        pytest.skip("as pipedream")
     data, one = batches(6), table(name)
     given = dropping(one.stages), F.mse_loss, ADAM
     whole = run(table(name, 6), given[0], data, *given[1:], check=False, seed=3)
@@ -462,7 +476,7 @@ def test_a_stage_that_raises_ends_the_training(backend):
     assert not children() and threading.active_count() == known
 
 
-@pytest.mark.parametrize("how", [os._exit, signal.raise_signal, time.sleep])
+@pytest.mark.parametrize("how", [os._exit, *thorough(signal.raise_signal, time.sleep)])
 def test_a_rank_that_dies_or_hangs_while_it_is_busy(how):
     value = {os._exit: 3, signal.raise_signal: signal.SIGKILL, time.sleep: 1000}[how]
     told = {

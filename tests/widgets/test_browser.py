@@ -16,6 +16,7 @@ from jupyter_lab import (
     set_theme,
     write_notebook,
 )
+from tests.conftest import thorough
 
 expect = pytest.importorskip("playwright.sync_api").expect
 PATIENCE = 60_000  # milliseconds: on a busy machine what is waited for may come late
@@ -245,7 +246,7 @@ def test_playing_lights_up_what_runs(page):
     expect(clock).to_have_text(re.compile(r"^t = \d+$"))  # a start
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+@pytest.mark.parametrize("theme", [*thorough("JupyterLab Light"), "JupyterLab Dark"])
 def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_path):
     set_theme(folder, theme)
     write_notebook(

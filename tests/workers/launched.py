@@ -1,6 +1,7 @@
 """What test_launchers starts on every rank: a training run for each twist that its argument names.
 
-Rank 0 prints JSON of each, a line.
+Rank 0 prints JSON of each, a line. Where there are several, and one fails, every rank prints its
+error, and the next is tried.
 """
 
 import json
@@ -121,5 +122,11 @@ def shown(result):
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1].split(","):
-        main(name, sys.argv[2], int(os.environ["RANK"]))
+    twists, rank = sys.argv[1].split(","), int(os.environ["RANK"])
+    for name in twists:
+        try:
+            main(name, sys.argv[2], rank)
+        except Exception as error:
+            if len(twists) == 1:
+                raise
+            print(json.dumps({"twist": name, "error": str(error)}), flush=True)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simulate, validate
 from pipelab.runtime.torch import processes
 from pipelab.runtime.torch.settings import settings, use
+from tests.conftest import thorough
 from tests.runtime.test_run import (
     SGD,
     Failing,
@@ -105,13 +106,15 @@ def test_what_is_set_in_torch_reaches_the_workers(backend):
 @pytest.mark.parametrize(
     "schedule",
     [
-        make("inter_layer", 3, 4, batches=2),
-        make("gpipe", 3, 4, batches=2),
-        make("pipedream_flush", 3, 4, batches=2),
         make("interleaved", 3, 4, batches=2),
-        make("pipedream", 3, 4, batches=2),
         make("pipedream", 3, 4, batches=2, reads=Reads.FIRST),
         make("pipedream_2bw", 3, 4, batches=3),
+        *thorough(
+            make("inter_layer", 3, 4, batches=2),
+            make("gpipe", 3, 4, batches=2),
+            make("pipedream_flush", 3, 4, batches=2),
+            make("pipedream", 3, 4, batches=2),
+        ),
     ],
     ids=lambda s: f"{s.name}-{s.reads.name}",
 )
@@ -254,7 +257,7 @@ def hang():
     time.sleep(1000)
 
 
-@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("where", [1, *thorough(0, 2)])
 def test_a_rank_that_is_killed(where):
     modules = stages(3)
     modules[where] = Failing(1, die)
