@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pipelab import Reads, Recompute, Trainer, evaluate, make, run
 from pipelab.models import mlp, split
 from pipelab.models.skip import Pop, Stash, with_skips
-from pipelab.runtime.torch.checkpoint import draft_of
+from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.torch.device import CpuDevice
 from tests.conftest import FLUSH, tables
 from tests.runtime.test_run import SGD, batches, decaying, stages
