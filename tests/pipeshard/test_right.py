@@ -387,6 +387,54 @@ def test_derivatives_that_add_up():
     assert_exact(classifier, indexed(), params=arrays((6, 5), (5, 3), (4, 6)))
 
 
+# ---- why a proof, and not a comparison on the first batch
+
+
+def padded(params, batch):
+    """Cross entropy that ignores labels of -100 (padding), as that of torch does."""
+    counts = batch["label"] != -100
+    logits = two_layers(params, batch["x"])
+    labels = jnp.where(counts, batch["label"], 0)
+    errors = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(errors * counts) / jnp.maximum(counts.sum(), 1)
+
+
+def flooded(params, batch):
+    """The mean itself until it has come down to the level of the flood (Ishida et al., 2020)."""
+    return jnp.abs(loss_of()(params, batch) - 0.15) + 0.15
+
+
+def with_bounded_gradient(params, batch):
+    return loss_of(between=lambda x, batch: bounded(x))(params, batch)
+
+
+bounded = backward_of(lambda g: g * jnp.minimum(1.0, 1 / jnp.sqrt(jnp.sum(g**2))))
+
+
+@pytest.mark.parametrize(
+    ("loss", "leaf", "later"),
+    [
+        (padded, "label", lambda label: np.where(np.arange(16) < 6, -100, label)),
+        (flooded, "y", lambda y: 0.1 * y),
+        (with_bounded_gradient, "y", lambda y: 100 * y),
+    ],
+    ids=["padding", "flooding", "clipping"],
+)
+def test_what_a_first_batch_does_not_show(loss, leaf, later):
+    """Micro-batches add up to a batch that has nothing special, and not to a later one."""
+    compute = jax.jit(jax.value_and_grad(lambda p, batch, share: share * loss(p, batch)))
+
+    def error(batch):
+        parts = [jax.tree.map(lambda x, k=k: np.split(x, 4)[k], batch) for k in range(4)]
+        pieces = [compute(PARAMS, part, 1 / 4) for part in parts]
+        return worst(jax.tree.map(lambda *xs: sum(xs), *pieces), compute(PARAMS, batch, 1.0))
+
+    first = data(16) | {"label": np.arange(16, dtype=np.int32) % 3}
+    assert error(first) < 1e-5
+    assert error(first | {leaf: later(first[leaf])}) > 1e-2
+    assert_refused("neither a mean nor a sum over the batch", loss, first)
+
+
 # ---- micro-batches of one sample
 
 
@@ -688,7 +736,13 @@ def scanned(body, start=0.0):
 
 
 @pytest.mark.parametrize(
-    "body", [lambda c, v: (c + v, None), lambda c, v: (v**3 + c, None), lambda c, v: (c + 1, v)]
+    "body",
+    [
+        lambda c, v: (c + v, None),
+        lambda c, v: (v**3 + c, None),
+        lambda c, v: (c - v, None),
+        lambda c, v: (c + 1, v),
+    ],
 )
 def test_a_sum_that_a_scan_carries_is_a_sum_over_the_samples(body):
     assert_exact(scanned(body))
@@ -701,12 +755,12 @@ def test_a_sum_that_a_scan_carries_is_a_sum_over_the_samples(body):
         (lambda c, v: (0.9 * c + v, None), 0.0),
         (lambda c, v: (c + c + v, None), 0.0),
         (lambda c, v: (c + v * jnp.cos(c), None), 0.0),
-        (lambda c, v: (c - v, None), 0.0),
+        (lambda c, v: (v - c, None), 0.0),
         (lambda c, v: (jnp.maximum(c, v), None), 0.0),
         (lambda c, v: (c + v, c * v), 0.0),
         (lambda c, v: (c + v, None), 1.0),
     ],
-    ids=["decays", "doubles", "depends", "subtracts", "largest", "read", "begins"],
+    ids=["decays", "doubles", "depends", "alternates", "largest", "read", "begins"],
 )
 def test_what_else_a_scan_carries_is_refused(body, start):
     assert_refused("scan .* goes from sample to sample", scanned(body, start))

@@ -154,7 +154,7 @@ def same_parameters(a: JaxprEqn, b: JaxprEqn) -> bool:
 
 # ---- what equations run inside: a loop's body, a branch, the backward of a custom derivative
 
-ADDS = ("add", "add_any")
+ADDS = {"add": 2, "add_any": 2, "sub": 1}  # how many operands it keeps as they are
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
 # What only runs the function in one of its parameters; first, what has a derivative of its own.
 CUSTOM = {
@@ -176,7 +176,7 @@ def body_of(a: JaxprEqn, b: JaxprEqn, function: Callable, outside: Pairs) -> Gra
 
 
 def only_adds(body: Graph, count: int) -> bool:
-    """Whether all that a scan's body does with its carry, of `count` values, is to add to it."""
+    """Whether a scan's body only adds to its carry, of `count` values, or subtracts from it."""
     # [1] What a conversion to the same type makes, as of a weak one, is what it is made of.
     names: dict[Var, Atom] = {}
     equations = []
@@ -188,10 +188,14 @@ def only_adds(body: Graph, count: int) -> bool:
             equations.append(eqn)
     outputs = substitute(body.outputs, names)
     # [2] Nothing else reads it, or its sums.
-    sums = {v: eqn for eqn in equations for v in eqn.outvars if eqn.primitive.name in ADDS}
+    sums = {
+        eqn.outvars[0]: eqn.invars[: ADDS[eqn.primitive.name]]
+        for eqn in equations
+        if eqn.primitive.name in ADDS
+    }
     read = Counter(variables([*outputs, *(atom for eqn in equations for atom in eqn.invars)]))
     for v, out in zip(body.inputs, outputs[:count], strict=False):
-        if isinstance(out, Literal) or out not in sums or v not in sums[out].invars:
+        if isinstance(out, Literal) or out not in sums or v not in sums[out]:
             return False
         # A second reader could make anything of a sum that is not complete.
         if (read[v], read[out]) != (1, 1):
