@@ -30,6 +30,7 @@ from pipelab.optimize.plan import (
     table_for,
 )
 from pipelab.optimize.plan.enumerate import Enumeration
+from pipelab.optimize.plan.repeat import _period
 from pipelab.predict.costs import Recompute
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -203,11 +204,31 @@ def test_repetition_is_the_whole_simulation(name, data):
     assert makespan(name, p, m, costs, v) == pytest.approx(expected, rel=1e-9)
 
 
-def test_millions_of_actions_need_no_table(monkeypatch):
-    """p = 1024, m = 4096: 8 million actions. (m + p - 1) (F + B), and with transfers by theory."""
-    monkeypatch.setattr("pipelab.optimize.plan.repeat.make", None)
-    assert makespan("pipedream_flush", 1024, 4096, Costs()) == 3 * (4096 + 1023)
-    assert makespan("gpipe", 1024, 4096, Costs()) == 3 * (4096 + 1023)
+def test_millions_of_actions_are_those_of_a_short_table(monkeypatch):
+    """(m + p - 1) (F + B) of equal stages."""
+    made = []
+    monkeypatch.setattr(
+        "pipelab.optimize.plan.repeat.make",
+        lambda name, p, m, **sizes: made.append(m) or make(name, p, m, **sizes),
+    )
+    assert makespan("pipedream_flush", 3, 10**6, Costs()) == 3 * (10**6 + 2)
+    assert sum(made) < 100
+
+
+@pytest.mark.parametrize(("links", "turns"), [([9, 0], 2), ([0, 9, 9], 3), ([9, 9, 9, 9, 0], 5)])
+def test_a_table_grows_until_it_repeats(monkeypatch, links, turns):
+    """Devices at slow links wait for each other: their turn comes every `turns` micro-batches,
+    which does not divide the p of a round."""
+    p, costs = len(links) + 1, Costs(transfer=links)
+    made = []
+    monkeypatch.setattr(
+        "pipelab.optimize.plan.repeat._period",
+        lambda *table: made.append(_period(*table)) or made[-1],
+    )
+    for m in (40 * p, 40 * p + 1, 41 * p):
+        expected = simulate(make("pipedream_flush", p, m), costs).makespan
+        assert makespan("pipedream_flush", p, m, costs) == pytest.approx(expected, rel=1e-12)
+        assert made[-1][0] == turns
 
 
 @settings(max_examples=25, deadline=None)
