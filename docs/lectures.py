@@ -13,11 +13,10 @@ from browser import editor_state, explorer_state, placed, pyodide
 from exercises import ASKED, answerable
 from pipelab import plot
 from pipelab.optimize.cut import plots as plots_of_cuts
-from pipelab.optimize.plan import plots as plots_of_plans
 from widgets import meshes
 
 # By the name that lectures import them by.
-PLOTS = {"plot": [plot], "plots": [plots_of_cuts, plots_of_plans], "meshes": [meshes]}
+PLOTS = {"plot": [plot], "plots": [plots_of_cuts], "meshes": [meshes]}
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATES = "application/vnd.jupyter.widget-state+json"

@@ -1,23 +1,19 @@
-"""A plan as the lines that start it, as a paragraph on a runner-up, and beside its faults."""
+"""The best choice of a plan as the lines that start it, and beside its faults."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from statistics import median
 
 from pipelab.optimize.faults import Faults, cost_of_faults
-from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Plan, Transformer, table_for
+from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Estimate, Transformer, table_for
 
 TITAN_KEEP = dict(zip(KEEP, ("none", "selective", "full"), strict=True))
-OF_A_CHOICE = (
-    *("schedule", "tensor", "context", "pipeline", "replicas", "virtual"),
-    *("microbatch", "microbatches", "recompute", "keep", "longest"),
-)
 
 
 def start_lines(answer: Answer) -> list[str]:
     """Commands that start the best plan: here on a small GPT-2 in the same stages, and by
     torchtitan."""
-    plan, choice = answer.best, answer.best.choice
+    best, choice = answer.best, answer.best.choice
     p, r, balance = choice.pipeline, choice.replicas, ",".join(map(str, choice.balance))
     # Schedules in a V have their own number of chunks.
     virtual = f" --virtual {choice.virtual}" if choice.schedule == "interleaved" else ""
@@ -41,7 +37,7 @@ def start_lines(answer: Answer) -> list[str]:
         and p > 1
         and choice.schedule not in ASYNCHRONOUS
     ):
-        lines += _titan(plan, table)
+        lines += _titan(best, table)
     return lines
 
 
@@ -51,13 +47,13 @@ def _list(counts: Sequence[int]) -> str:
     return f"[{counts[0]}] * {len(counts)}" if alike else str([*counts])
 
 
-def _titan(plan: Plan, table: str) -> list[str]:
+def _titan(best: Estimate, table: str) -> list[str]:
     """The hand-over's table and options; and the options that a table does not have."""
-    choice = plan.choice
-    names = [layer.name for layer in plan.problem.profile().layers]
+    choice = best.choice
+    names = [layer.name for layer in best.problem.profile().layers]
     bounds = pairwise([0, *accumulate(choice.balance)])
     layers = ",".join(str(names[a:b].count("layer")) for a, b in bounds)
-    zero = plan.problem.zero
+    zero = best.problem.zero
     shard = choice.replicas if zero else 1
     again = "full" if choice.recompute.value != "never" else TITAN_KEEP[choice.keep]
     options = {
@@ -69,8 +65,8 @@ def _titan(plan: Plan, table: str) -> list[str]:
     }
     if zero == 1:  # weights stay gathered
         options["parallelism.fsdp_reshard_after_forward"] = "never"
-    if plan.problem.expert > 1:
-        options["parallelism.expert_parallel_degree"] = plan.problem.expert
+    if best.problem.expert > 1:
+        options["parallelism.expert_parallel_degree"] = best.problem.expert
     words = " ".join(f"--{name} {value}" for name, value in options.items())
     return [
         f"pipelab export {table} --for torchtitan --layers {layers} --samples "
@@ -79,51 +75,24 @@ def _titan(plan: Plan, table: str) -> list[str]:
     ]
 
 
-def explained(answer: Answer, row: int) -> str:
-    """Why a runner-up, counted from 1, loses: a paragraph."""
-    if not 1 <= row <= len(answer.runners_up):
-        raise ValueError(f"--explain {row}: there are runners-up 1 to {len(answer.runners_up)}")
-    runner, best, limit = answer.runners_up[row - 1], answer.best, answer.problem.machine.memory
-    other = runner.plan
-    pairs = {n: (getattr(best.choice, n), getattr(other.choice, n)) for n in OF_A_CHOICE}
-    changed = [
-        f"{name} {getattr(b, 'value', b)} instead of {getattr(a, 'value', a)}"
-        for name, (a, b) in pairs.items()
-        if a != b
-    ]
-    text = f"Runner-up {row} has {', '.join(changed) or 'another cut of the layers'}. "
-    sizes = f"{other.memory / 1e9:.4g} GB where the best needs {best.memory / 1e9:.4g}"
-    if other.memory > limit:
-        return text + (
-            f"It would take {other.step:.4g} s where the best takes {best.step:.4g}, but a device "
-            f"has {limit / 1e9:.4g} GB: it needs {sizes}."
-        )
-    gains = {name: other.parts[name] - best.parts[name] for name in best.parts}
-    least = 1e-9 * best.step  # below it is rounding
-    lost = sorted((name for name in gains if gains[name] > least), key=lambda name: -gains[name])
-    won = sorted((name for name in gains if gains[name] < -least), key=lambda name: gains[name])
-    text += f"It takes {other.step:.4g} s where the best takes {best.step:.4g}: "
-    text += f"it loses {', '.join(f'{gains[n]:.3g} s by {n}' for n in lost) or 'nothing'}"
-    text += f" and wins {', '.join(f'{-gains[n]:.3g} s by {n}' for n in won) or 'nothing'}. "
-    return f"{text}It needs {sizes}."
-
-
-def faults_of(plan: Plan, faults: Faults) -> dict[str, list[float]]:
+def faults_of(found: Estimate, faults: Faults) -> dict[str, list[float]]:
     """By cause: the share that it adds to the step."""
-    costs = plan.problem.costs(plan.choice)
-    table = table_for(plan.choice, costs)
-    return cost_of_faults(table, costs, faults, replicas=plan.choice.replicas)
+    costs = found.problem.costs(found.choice)
+    table = table_for(found.choice, costs)
+    return cost_of_faults(table, costs, faults, replicas=found.choice.replicas)
 
 
 def faults_text(answer: Answer, faults: Faults) -> str:
-    """What faults add to the step: of the best plan, and of the best with every other schedule."""
-    plans = {answer.best.choice.schedule: answer.best}
-    plans |= {x.plan.choice.schedule: x.plan for x in answer.runners_up if x.decision == "schedule"}
+    """What faults add to the step: of the best, and of the best with every other schedule."""
+    best_with = {answer.best.choice.schedule: answer.best}
+    for runner in answer.runners_up:
+        if runner.decision == "schedule":
+            best_with[runner.estimate.choice.schedule] = runner.estimate
     lines = ["faults add to the step (median, least to most of 5; a/a: the same jitter anew):"]
-    for name, plan in plans.items():
+    for name, found in best_with.items():
         if name in ASYNCHRONOUS:
             continue
-        added = faults_of(plan, faults)
+        added = faults_of(found, faults)
         parts = [
             f"{cause} {median(of):.1%} ({min(of):.1%} to {max(of):.1%})"
             for cause, of in added.items()

@@ -11,7 +11,7 @@ from tyro.conf import arg
 import pipelab
 from pipelab import Costs, simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure, write_text
-from pipelab.cli.jobs import explained, faults_of, faults_text, start_lines
+from pipelab.cli.jobs import faults_of, faults_text, start_lines
 from pipelab.cli.options import (
     Count,
     Counts,
@@ -120,7 +120,7 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class Means:
+class Techniques:
     """How it is trained.
 
     Args:
@@ -204,13 +204,11 @@ def plan_command(
     batch: Count,
     model: ModelSizes,
     nodes: Nodes,
-    means: Means,
+    techniques: Techniques,
     faults: Faults,
     split: Annotated[bool, arg(help=f"also with split backwards: {', '.join(SPLIT)}")] = False,
     asynchronous: bool = False,
-    explain: Count = None,
     json: Json = False,
-    plot: Plot = None,
 ) -> None:
     """Which schedule, stages, replicas and micro-batch train a model fastest on a machine.
 
@@ -218,10 +216,7 @@ def plan_command(
         devices: all of them
         batch: samples, of all devices
         asynchronous: also schedules that train with weights of several versions
-        explain: also, why the runner-up of this number loses
-        plot: throughput over memory, replaces that file; its frontier in the answer as well
     """
-    check_targets(plot=plot)
     faulty = faults != Faults()
     schedules = [*FLUSH, *(SPLIT if split else ()), *(ASYNCHRONOUS if asynchronous else ())]
     problem = Problem(
@@ -230,21 +225,15 @@ def plan_command(
         devices,
         batch,
         schedules=tuple(schedules),
-        **means.options(),
+        **techniques.options(),
     )
-    answer = find_plan(problem, frontier=bool(plot))
-    why = explained(answer, explain) if explain else None
+    answer = find_plan(problem)
     start = start_lines(answer)
-    if plot:
-        from pipelab.optimize.plan import plots
-
-        write_figure(plot, lambda: plots.plan(answer))
     if json:
         added = {"faults": faults_of(answer.best, faults)} if faulty else {}
-        print(dumps({**answer.to_json(), "start": start, "explain": why, **added}))
+        print(dumps({**answer.to_json(), "start": start, **added}))
         return
-    more = [why] if why else []
-    more += [faults_text(answer, faults)] if faulty else []
+    more = [faults_text(answer, faults)] if faulty else []
     print(answer, *more, "start it, on a small GPT-2 with these stages:", sep="\n")
     print(*(f"  {line}" for line in start), sep="\n")
 

@@ -236,8 +236,8 @@ def _made(s: Schedule, name: str, microbatches: int, virtual: int) -> Schedule |
 def _balanced(costs: Costs) -> Costs:
     """The same work, evenly spread over the stages."""
     lists = {name: getattr(costs, name) for name in (*PASSES, "update")}
-    means: dict[str, Any] = {name: fmean(values) for name, values in lists.items()}
-    return replace(costs, **means)
+    even: dict[str, Any] = {name: fmean(values) for name, values in lists.items()}
+    return replace(costs, **even)
 
 
 def _of_devices(s: Schedule, costs: Costs) -> Costs:

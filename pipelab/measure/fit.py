@@ -58,15 +58,15 @@ def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
     """
     s, warm, starts = timeline.schedule, timeline.warm, late_starts(timeline)
     duration, delay, wait, _ = timeline.parts()
-    means = _means(timeline, each_link)
+    mean_costs = _mean_costs(timeline, each_link)
 
     def scaled(factor: float) -> Costs:
-        found: dict[str, Any] = {"overhead": factor * means.overhead}
+        found: dict[str, Any] = {"overhead": factor * mean_costs.overhead}
         for name in (*PASSES, "update", "transfer"):
-            seconds = getattr(means, name)
+            seconds = getattr(mean_costs, name)
             several = isinstance(seconds, tuple)
             found[name] = [factor * x for x in seconds] if several else factor * seconds
-        return replace(means, **found)
+        return replace(mean_costs, **found)
 
     def mixed(new: Iterable[float], old: list[float]) -> list[float]:
         return [x if of_warm else y for x, y, of_warm in zip(new, old, warm, strict=True)]
@@ -86,7 +86,7 @@ def late_starts(timeline: Timeline) -> list[float]:
     return [wait if before is None else 0.0 for before, wait in pairs]
 
 
-def _means(timeline: Timeline, each_link: bool) -> Costs:
+def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
     s, warm, link = timeline.schedule, timeline.warm, links(timeline.schedule)
     duration, delay, wait, fed = timeline.parts()
     took: dict[Any, list[float]] = defaultdict(list)  # by kind and stage

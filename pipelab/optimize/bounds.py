@@ -3,10 +3,12 @@
 Whatever the order of the actions, three things hold: a device does one thing at a time; a
 micro-batch passes the stages one after the other and comes back; a device has only so much memory.
 
-All micro-batches are alike, so that they may be numbered by their order on every stage. Below, p is
-the number of devices, m of micro-batches, and k of those that have room on a device; f, b, w, u
-and the rest are those of `_Stage`. T in a formula is of equal stages, from Zero Bubble (Qi et al.
-2023, arXiv 2401.10241).
+All micro-batches are alike, so that they may be numbered by their order on every stage. In formulas
+p is the number of devices, m of micro-batches, and k of those that have room on a device; f, b, w
+and u are a stage's seconds of a forward, of the part of a backward that the stage before waits for,
+of the rest of the backward, and of an update (`_Stage`); reach, trip and drain are seconds on the
+way to it, there and back, and after it. T in a formula is of equal stages, from Zero Bubble (Qi et
+al. 2023, arXiv 2401.10241).
 """
 
 import math
@@ -143,17 +145,28 @@ def gap_of_longer(part: Schedule, costs: Costs, microbatches: int, makespan: flo
 
 @dataclass
 class _Stage:
-    """Seconds of a stage, of one micro-batch each, and its part of its device's memory."""
+    """Seconds of a stage, of one micro-batch each, and its part of its device's memory.
 
-    f: float  # a forward
-    b: float  # the part of a backward that the stage before waits for; of a whole one all of it
-    w: float  # the rest of the backward
-    u: float  # an update
-    share: float  # of the activations that its device keeps for a micro-batch
-    kept: float  # w if that needs as much as was kept before I, else 0
-    out: float = 0.0  # until a micro-batch can be here, after f and transfer of all stages before
-    trip: float = 0.0  # from the start of f to the end of b: through all later stages and back
-    drain: float = 0.0  # after the last b: until the stages before have made theirs, and w and u
+    forward      f
+    backward     b, the part of a backward that the stage before waits for; of a whole one all of it
+    rest         w, the rest of the backward
+    update       u
+    share        of the activations that its device keeps for a micro-batch
+    kept         as long as it keeps these after b: w if that needs as much as I did, else 0
+    reach        until a micro-batch can be here, after f and transfer of all stages before
+    trip         from the start of f to the end of b: through all later stages and back
+    drain        after the last b: until the stages before have made theirs, and w and u
+    """
+
+    forward: float
+    backward: float
+    rest: float
+    update: float
+    share: float
+    kept: float
+    reach: float = 0.0
+    trip: float = 0.0
+    drain: float = 0.0
 
 
 def _stages(costs: Costs, home: Sequence[int], again: bool, split: bool) -> list[_Stage]:
@@ -163,23 +176,30 @@ def _stages(costs: Costs, home: Sequence[int], again: bool, split: bool) -> list
     for_weights = shares(costs, home, "weight_activations")
     stages = []
     for s in range(len(home)):
-        b, w = seconds[Kind.I][s] + overhead, seconds[Kind.W][s]
+        backward, rest = seconds[Kind.I][s] + overhead, seconds[Kind.W][s]
         if not split:
-            b, w = b + w, 0.0
-        kept = w if for_weights[s] >= share[s] else 0.0
-        f, u = seconds[Kind.F][s] + overhead, seconds[Kind.U][s] + overhead
-        stages.append(_Stage(f, b, w, u, share[s], kept))
+            backward, rest = backward + rest, 0.0
+        stages.append(
+            _Stage(
+                forward=seconds[Kind.F][s] + overhead,
+                backward=backward,
+                rest=rest,
+                update=seconds[Kind.U][s] + overhead,
+                share=share[s],
+                kept=rest if for_weights[s] >= share[s] else 0.0,
+            )
+        )
     # [2] The way there and, with the drain, back to the first stage.
     way = transfer_seconds(costs, home)
-    stages[0].drain = stages[0].w + stages[0].u
+    stages[0].drain = stages[0].rest + stages[0].update
     for before, stage, link in zip(stages, stages[1:], way, strict=False):
-        stage.out = before.out + before.f + link
-        stage.drain = max(before.drain + before.b + link, stage.w + stage.u)
+        stage.reach = before.reach + before.forward + link
+        stage.drain = max(before.drain + before.backward + link, stage.rest + stage.update)
     # [3] The way to the last stage and back.
     later = 0.0
     for stage, link in zip(reversed(stages), [*reversed(way), 0.0], strict=True):
-        stage.trip = stage.f + later + stage.b
-        later += stage.f + stage.b + 2 * link
+        stage.trip = stage.forward + later + stage.backward
+        later += stage.forward + stage.backward + 2 * link
     return stages
 
 
@@ -189,32 +209,37 @@ class _Device:
 
     A device that has several stages can do nothing before its first one can, and its drain is that
     of its first one.
+
+    forwards   all f
+    backwards  all b
+    ending     after the last b: the drain, or all w and u
     """
 
-    m: int
+    microbatches: int
     stages: list[_Stage]
     forwards: float
-    backwards: float  # the parts b
-    ends: float  # after the last b: the drain, or all w and u
+    backwards: float
+    ending: float
 
     @property
     def first_b(self) -> float:
         """When the first backward can start."""
         last = self.stages[-1]
-        return last.out + last.trip - last.b
+        return last.reach + last.trip - last.backward
 
     def busiest(self) -> float:
-        """A device waits for `out`, does all its f and b, and drains; what is left of its w and u
-        may fill the drain:  out + m (f + b) + max(drain, m w + u)."""
-        return self.stages[0].out + self.forwards + self.backwards + self.ends
+        """A device waits for `reach`, does all its f and b, and drains; what is left of its w and u
+        may fill the drain:  reach + m (f + b) + max(drain, m w + u)."""
+        return self.stages[0].reach + self.forwards + self.backwards + self.ending
 
     def round_trip(self) -> float:
         """The last f of a stage starts after the others, and its micro-batch still has to come
-        back:  out + (m - 1) f + trip + drain.  And before the first one is back a device has no b
-        to do:  out + trip + (m - 1) b + max(drain, m w + u).  With m = 1 it is
+        back:  reach + (m - 1) f + trip + drain.  And before the first one is back a device has no b
+        to do:  reach + trip + (m - 1) b + max(drain, m w + u).  With m = 1 it is
         p (T_F + T_B) + 2 (p - 1) T_comm, and the last W."""
-        of_last = (s.out + (self.m - 1) * s.f + s.trip + s.drain for s in self.stages)
-        return max(self.first_b + self.backwards + self.ends, *of_last)
+        others = self.microbatches - 1
+        of_last = (s.reach + others * s.forward + s.trip + s.drain for s in self.stages)
+        return max(self.first_b + self.backwards + self.ending, *of_last)
 
     def memory_limit(self, memory: float) -> float:
         """While micro-batch j is on its way back, its device has room for k - 1 others: it can do
@@ -227,19 +252,19 @@ class _Device:
 
     def _waits(self, memory: float) -> float:
         """All idle times of a device of one stage."""
-        (s,), m = self.stages, self.m
+        (s,), m = self.stages, self.microbatches
         room = self._fit(memory, 1.0)
         earlier = [min(room - 1, j) for j in range(m)]
         waits = [
-            s.trip - (1 + later) * s.f - (1 + before) * s.b
+            s.trip - (1 + later) * s.forward - (1 + before) * s.backward
             for before, later in zip(earlier, reversed(earlier), strict=True)
         ]
-        work = s.out + m * (s.f + s.b)
+        work = s.reach + m * (s.forward + s.backward)
         end = work + _longest(waits, room, s.kept) + s.drain
         if s.kept:
             # A w that fills an idle time is that of one of the earlier micro-batches.
-            waits = [wait - before * s.w for wait, before in zip(waits, earlier, strict=True)]
-            end = max(end, work + m * s.w + _longest(waits, room, 0.0) + s.u)
+            waits = [wait - before * s.rest for wait, before in zip(waits, earlier, strict=True)]
+            end = max(end, work + m * s.rest + _longest(waits, room, 0.0) + s.update)
         return end
 
     def _first_wait(self, memory: float) -> float:
@@ -248,12 +273,12 @@ class _Device:
         if max(shares) - min(shares) < ROUNDING:  # else parts of a micro-batch may fit as well
             memory = math.floor(memory / shares[0] + ROUNDING) * shares[0]
         fit = 0.0
-        for s in sorted(self.stages, key=lambda s: s.share / max(s.f, ROUNDING)):
-            count = min(self.m, memory / s.share) if s.share else self.m
+        for s in sorted(self.stages, key=lambda s: s.share / max(s.forward, ROUNDING)):
+            count = min(self.microbatches, memory / s.share) if s.share else self.microbatches
             memory -= count * s.share
-            fit += count * s.f
-        before = min(fit, self.first_b - self.stages[0].out)
-        return self.first_b + self.forwards - before + self.backwards + self.ends
+            fit += count * s.forward
+        before = min(fit, self.first_b - self.stages[0].reach)
+        return self.first_b + self.forwards - before + self.backwards + self.ending
 
     def memory_turnover(self, memory: float) -> float:
         """A micro-batch keeps its room for a whole trip (and w, where W needs as much as was kept
@@ -266,20 +291,21 @@ class _Device:
         depth = [*accumulate(s.share for s in self.stages)]
         kept = [*accumulate((s.kept for s in self.stages), min)]
         keeps = sum(s.share * (s.trip + s.kept) for s in self.stages)
-        after = min(s.u if s.kept > 0 else s.drain for s in self.stages)
-        longest = self.stages[0].out + self.m * keeps / memory + after
+        after = min(s.update if s.kept > 0 else s.drain for s in self.stages)
+        longest = self.stages[0].reach + self.microbatches * keeps / memory + after
         for j, t in enumerate(self.stages):
             for i, s in enumerate(self.stages[: j + 1]):
                 room = 1 + self._fit(memory - depth[j], depth[i])
-                turns, others = divmod(self.m - 1, room)
-                trip = t.out - s.out + t.trip
-                start = s.out + turns * (trip + kept[j]) + others * s.f
+                turns, others = divmod(self.microbatches - 1, room)
+                trip = t.reach - s.reach + t.trip
+                start = s.reach + turns * (trip + kept[j]) + others * s.forward
                 longest = max(longest, start + trip + t.drain)
         return longest
 
     def _fit(self, memory: float, share: float) -> int:
         """Micro-batches that fit, each with this share of the device's activations."""
-        return min(self.m, math.floor(memory / share + ROUNDING)) if share else self.m
+        m = self.microbatches
+        return min(m, math.floor(memory / share + ROUNDING)) if share else m
 
 
 def _devices(costs: Costs, home: Sequence[int], microbatches: int, split: bool) -> list[_Device]:
@@ -289,11 +315,11 @@ def _devices(costs: Costs, home: Sequence[int], microbatches: int, split: bool) 
     devices = []
     for numbers in stages_of(home):
         stages = [every[s] for s in numbers]
-        forwards = sum(m * s.f for s in stages)
-        backwards = sum(m * s.b + some * (s.f - costs.overhead) for s in stages)
-        rest = sum(m * s.w + s.u for s in stages)
-        ends = max(stages[0].drain, rest)
-        devices.append(_Device(m, stages, forwards, backwards, ends))
+        forwards = sum(m * s.forward for s in stages)
+        backwards = sum(m * s.backward + some * (s.forward - costs.overhead) for s in stages)
+        rest = sum(m * s.rest + s.update for s in stages)
+        ending = max(stages[0].drain, rest)
+        devices.append(_Device(m, stages, forwards, backwards, ending))
     return devices
 
 

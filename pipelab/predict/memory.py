@@ -7,6 +7,7 @@ whatever its bytes, and a stage has its share of that.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add, attrgetter, sub
@@ -21,15 +22,34 @@ from pipelab.table.validate import check_type
 MEMORY_CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
 
 
-class MemoryStep(NamedTuple):
-    """At `time` a device takes `change` bytes more (or fewer) for `cause`, one of MEMORY_CAUSES.
+class Phase(IntEnum):
+    """The moments of an action, in their order where all of them are one time."""
 
-    order  among steps of one time; what leaves (a change below 0) goes before what comes
+    ARRIVES = 0  # its input, by a message
+    STARTS = 1  # and that input leaves its buffer
+    HOLDS = 2  # what it needs and makes
+    ENDS = 3
+
+
+class Moment(NamedTuple):
+    """A time; and among equal ones the action that it is of, and its phase.
+
+    action  by its place in the table, flat, or in its row; -1: from the beginning on
+    """
+
+    time: float
+    action: int
+    phase: Phase
+
+
+class MemoryStep(NamedTuple):
+    """At a moment a device takes `change` bytes more (or fewer) for `cause`, one of MEMORY_CAUSES.
+
+    At one moment what leaves (a change below 0) goes before what comes.
     """
 
     device: int
-    time: float
-    order: int
+    moment: Moment
     cause: str
     change: float
 
@@ -44,7 +64,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         changes = [step for step in self.steps if step.change]
-        changes.sort(key=attrgetter("time", "order", "change"))
+        changes.sort(key=attrgetter("moment", "change"))
         object.__setattr__(self, "steps", changes)
 
     @cached_property
@@ -55,11 +75,11 @@ class Memory:
         return rows
 
     def over_time(self, device: int) -> tuple[list[float], dict[str, list[float]]]:
-        """Times, and by cause the bytes from each time on: after all steps of that moment."""
+        """Times, and by cause the bytes from each time on: after all steps of that time."""
         held, at = dict.fromkeys(MEMORY_CAUSES, 0.0), {}
-        for _, time, _, cause, change in self.of_device[device]:
-            held[cause] += change
-            at[time] = [*held.values()]  # the last of a moment stays
+        for step in self.of_device[device]:
+            held[step.cause] += step.change
+            at[step.moment.time] = [*held.values()]  # the last of a time stays
         return [*at], {cause: [x[k] for x in at.values()] for k, cause in enumerate(held)}
 
     def peak(self, cause: str | None = None) -> list[float]:
@@ -109,20 +129,14 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     moments = _moments(timeline)
     for causes in (_constant, _gradients, _versions, _activations, _buffers):
         for cause, stage, size, since, until in causes(timeline.schedule, costs, moments):
-            steps.append(MemoryStep(home[stage], *since, cause, size))
+            steps.append(MemoryStep(home[stage], since, cause, size))
             if until:
-                steps.append(MemoryStep(home[stage], *until, cause, -size))
+                steps.append(MemoryStep(home[stage], until, cause, -size))
     return Memory(timeline.schedule.devices, steps, "simulated")
 
 
-Moment = tuple[float, int]  # a time, and an order among equal ones
-
-
 class _Moments(NamedTuple):
-    """When each action starts, ends, and gets its input (None: from its own device).
-
-    In the order among equal times action i starts at 2 i, and ends at 2 i + 1.
-    """
+    """When each action starts, ends, and gets its input (None: from its own device)."""
 
     begin: Moment
     starts: list[Moment]
@@ -132,19 +146,22 @@ class _Moments(NamedTuple):
 
 def _moments(timeline: Timeline) -> _Moments:
     """Times that differ by rounding alone are one moment."""
-    moment: dict[float | None, float] = {}
+    rounded: dict[float, float] = {}
     before = -float("inf")
     times = {time for span in timeline.spans for time in span[3:] if time is not None}
     for time in sorted(times):
         alike = time - before <= 1e-9 * timeline.makespan
-        moment[time] = moment[before] if alike else time
+        rounded[time] = rounded[before] if alike else time
         before = time
     spans = [*enumerate(timeline.spans)]
     return _Moments(
-        (moment[min(timeline.start)], -1),
-        [(moment[span.start], 2 * i) for i, span in spans],
-        [(moment[span.end], 2 * i + 1) for i, span in spans],
-        [None if span.arrived is None else (moment[span.arrived], 2 * i - 1) for i, span in spans],
+        Moment(rounded[min(timeline.start)], -1, Phase.STARTS),
+        [Moment(rounded[span.start], i, Phase.STARTS) for i, span in spans],
+        [Moment(rounded[span.end], i, Phase.ENDS) for i, span in spans],
+        [
+            None if span.arrived is None else Moment(rounded[span.arrived], i, Phase.ARRIVES)
+            for i, span in spans
+        ],
     )
 
 
@@ -205,7 +222,7 @@ def _buffers(s: Schedule, costs: Costs, moments: _Moments) -> Held:
     boundary = costs.of("boundary", s.stages)
     for i in s.crossing:
         arrived, start = moments.arrives[i], moments.starts[i]
-        if arrived and arrived[0] < start[0]:
+        if arrived and arrived.time < start.time:
             stage, kind, _ = s.actions[i]
             size = boundary[stage if kind is Kind.F else stage + 1]
             yield "buffers", stage, size, arrived, start

@@ -164,8 +164,8 @@ class Timeline:
     def warm(self) -> list[bool]:
         """Which actions are not of the first batch; all where it cannot be cut off."""
         s = self.schedule
-        cut = s.batches > 1 and s.microbatches % s.per_update == 0
-        return [batch >= cut for batch in self.batch]
+        first = 1 if s.batches > 1 and s.microbatches % s.per_update == 0 else 0
+        return [batch >= first for batch in self.batch]
 
     def batch_seconds(self) -> list[float]:
         """The seconds of each batch but the first, from the end of the one before it to its own."""

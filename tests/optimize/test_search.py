@@ -28,9 +28,9 @@ from pipelab.optimize.order import bound, memory_used, search
 from pipelab.optimize.order.best import named_schedules
 from pipelab.optimize.order.exact import SolverModel, common_unit
 from pipelab.optimize.order.list_scheduler import (
-    ListScheduler,
     every_rule,
     fuse,
+    greedy_order,
     refilled,
     refined,
     rules,
@@ -160,10 +160,10 @@ def test_the_heuristics_give_complete_tables_within_the_memory(p, m, memory, spl
     problem = OrderProblem(costs, home, m, memory, split)
     for each in problem.variants():
         rule = data.draw(st.sampled_from([*rules(each), *every_rule(each)]))
-        table = validate(ListScheduler(each, rule).table)
+        table = validate(greedy_order(each, rule).table)
         assert problem.fits(table) and problem.fits(validate(fuse(table)))
         if each.split:
-            again = refined(each, refilled(each, ListScheduler(each, rule).rows, window=1))
+            again = refined(each, refilled(each, greedy_order(each, rule).rows, window=1))
             assert problem.fits(validate(again.table))
     found = search(costs, p, m, memory=memory, split=split, placement=shape, seconds=0)
     assert problem.fits(found) and found.proof.bound <= found.proof.makespan

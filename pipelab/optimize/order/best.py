@@ -10,7 +10,7 @@ from typing import Any
 from pipelab.optimize.bounds import bound
 from pipelab.optimize.order.exact import SolverModel, solver_library
 from pipelab.optimize.order.found import Found, Proof
-from pipelab.optimize.order.list_scheduler import ListScheduler, drafts, every_rule, fuse
+from pipelab.optimize.order.list_scheduler import drafts, every_rule, fuse, greedy_order
 from pipelab.optimize.order.problem import OrderProblem, placement_named
 from pipelab.predict.costs import CostError, Costs, Recompute
 from pipelab.schedules import SCHEDULES, make, takes
@@ -177,9 +177,7 @@ def _search(best: _Best, seconds: float, workers: int, progress: Progress | None
 def _heuristics(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
     """Every named schedule, then the list scheduler's; what made it, and the table."""
     yield from named_schedules(problem)
-    by_rule = (
-        ListScheduler(each, rule) for each in problem.variants() for rule in every_rule(each)
-    )
+    by_rule = (greedy_order(each, rule) for each in problem.variants() for rule in every_rule(each))
     for draft in itertools.chain(by_rule, drafts(problem)):
         if draft.span < math.inf:
             yield "greedy", draft.table

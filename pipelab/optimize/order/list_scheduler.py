@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -40,8 +40,9 @@ class Rule(NamedTuple):
     ahead: float = math.inf
 
 
-class ListScheduler:
-    """A table made by a rule.
+@dataclass(frozen=True)
+class GreedyOrder:
+    """A draft: an order of the actions that the list scheduler has found.
 
     rows  of a device: stages and kinds
     idle  of a device: seconds without work since its first action
@@ -49,16 +50,43 @@ class ListScheduler:
           inf if swaps have led to a deadlock
     """
 
+    problem: OrderProblem
+    rows: Rows
+    idle: Sequence[float]
+    span: float
+
+    @property
+    def table(self) -> Schedule:
+        return self.problem.table("greedy", self.rows)
+
+
+def greedy_order(
+    problem: OrderProblem,
+    rule: Rule,
+    given: Rows | None = None,
+    allowance: Sequence[float] | None = None,
+    window: int = 1,
+) -> GreedyOrder:
+    """The order in which devices start the actions, by a rule.
+
+    given      of a device, its F and I in their order, of which it may start one of the next
+               `window`
+    allowance  seconds that a device may wait though others have waited less
+    """
+    return _Devices(problem, rule, given, allowance, window).run()
+
+
+class _Devices:
+    """The devices at work: what each is free for, holds, and has been sent."""
+
     def __init__(
         self,
         problem: OrderProblem,
         rule: Rule,
-        given: Rows | None = None,
-        allowance: Sequence[float] | None = None,
-        window: int = 1,
+        given: Rows | None,
+        allowance: Sequence[float] | None,
+        window: int,
     ) -> None:
-        """given: of a device, its F and I in their order, of which it may start one of the next
-        `window`; allowance: the seconds that a device may wait though others have waited less."""
         self.problem, self.rule, self.window = problem, rule, window
         self.given = [deque(row) for row in given] if given else None
         devices, stages = range(problem.devices), range(problem.stages)
@@ -73,19 +101,18 @@ class ListScheduler:
         self.events = [(0.0, problem.placement[0])]  # when to look at which device
         self.change = reserved(problem.change) if problem.split else problem.change
         self.most_ahead = self._in_time()
-        # Until nothing is left to come: at each event, the device that it concerns looks around.
         self.urgent = [[*self._by_rule(own)] for own in problem.stages_of]
+
+    def run(self) -> GreedyOrder:
+        """Until nothing is left to come: at each event, its device looks around."""
         while self.events:
             now, device = heappop(self.events)
             if self.free[device] <= now:
                 self._go_on(device, now)
-        self.span = math.inf  # unless all actions are there
-        if sum(map(len, self.rows)) == problem.actions:
-            self.span = max(end - begin for begin, end in zip(self.begin, self.free, strict=True))
-
-    @property
-    def table(self) -> Schedule:
-        return self.problem.table("greedy", self.rows)
+        span = math.inf  # unless all actions are there
+        if sum(map(len, self.rows)) == self.problem.actions:
+            span = max(end - begin for begin, end in zip(self.begin, self.free, strict=True))
+        return GreedyOrder(self.problem, self.rows, self.idle, span)
 
     def _in_time(self) -> list[float]:
         """How many forwards each stage may be ahead of its backwards."""
@@ -214,10 +241,10 @@ def every_rule(problem: OrderProblem) -> Iterator[Rule]:
             yield Rule(order if problem.split else order[:2], *choices)
 
 
-def drafts(problem: OrderProblem) -> Iterator[ListScheduler]:
+def drafts(problem: OrderProblem) -> Iterator[GreedyOrder]:
     """The drafts by every rule; the promising ones refined, too."""
     for each in problem.variants():
-        made = [ListScheduler(each, rule) for rule in rules(each)]
+        made = [greedy_order(each, rule) for rule in rules(each)]
         if each.split:
             shortest = min(draft.span for draft in made)
             # An order for even costs, or for a little less memory, leaves room for W.
@@ -225,7 +252,7 @@ def drafts(problem: OrderProblem) -> Iterator[ListScheduler]:
             sources = [
                 in_step(each),
                 *made,
-                ListScheduler(less, Rule((Kind.I, Kind.F, Kind.W), 0.25)),
+                greedy_order(less, Rule((Kind.I, Kind.F, Kind.W), 0.25)),
             ]
             for draft in sources:
                 again = refilled(each, draft.rows, window=1)
@@ -235,14 +262,14 @@ def drafts(problem: OrderProblem) -> Iterator[ListScheduler]:
         yield from made
 
 
-def in_step(problem: OrderProblem) -> ListScheduler:
+def in_step(problem: OrderProblem) -> GreedyOrder:
     """The draft for even costs, with each W behind its I. In a V this is ZB-V."""
     costs = problem.costs
     even = Costs(activations=costs.activations, weight_activations=costs.weight_activations)
-    return ListScheduler(replace(problem, costs=even), Rule((Kind.W, Kind.F, Kind.I)))
+    return greedy_order(replace(problem, costs=even), Rule((Kind.W, Kind.F, Kind.I)))
 
 
-def refined(problem: OrderProblem, draft: ListScheduler) -> ListScheduler:
+def refined(problem: OrderProblem, draft: GreedyOrder) -> GreedyOrder:
     """The draft with neighbouring F and I swapped where a device would wait, while that helps."""
     for _ in range(3):
         again = refilled(problem, draft.rows, window=2)
@@ -252,7 +279,7 @@ def refined(problem: OrderProblem, draft: ListScheduler) -> ListScheduler:
     return draft
 
 
-def refilled(problem: OrderProblem, rows: Rows, window: int) -> ListScheduler:
+def refilled(problem: OrderProblem, rows: Rows, window: int) -> GreedyOrder:
     """The draft with the F and I of these rows in their order, and W placed anew.
 
     A device may wait as long as the one that waits most. Which one that is is known after a first
@@ -262,7 +289,7 @@ def refilled(problem: OrderProblem, rows: Rows, window: int) -> ListScheduler:
     rule, best = Rule(patience=None), None
     allowance = [0.0] * problem.devices
     while True:
-        draft = ListScheduler(problem, rule, given, allowance, window)
+        draft = greedy_order(problem, rule, given, allowance, window)
         if best and draft.span >= best.span * (1 - SLACK):
             return best
         best, longest = draft, max(draft.idle)

@@ -31,7 +31,7 @@ forward and a backward; recomputation of some of a stage's layers.
 
 from pipelab.optimize.plan.answer import Answer, RunnerUp, plan
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, FLUSH, SPLIT, Choice, Problem
-from pipelab.optimize.plan.judged import Plan, estimate, table_for
+from pipelab.optimize.plan.estimates import Estimate, estimate, table_for
 from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.optimize.plan.repeat import makespan
 from pipelab.optimize.plan.transformer import KEEP, Transformer
@@ -44,8 +44,8 @@ __all__ = [
     "SPLIT",
     "Answer",
     "Choice",
+    "Estimate",
     "Machine",
-    "Plan",
     "Problem",
     "RunnerUp",
     "Transformer",

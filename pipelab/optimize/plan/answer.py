@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pipelab.optimize.cut.profiles import Profile
 from pipelab.optimize.plan.choices import Choice, Problem
 from pipelab.optimize.plan.enumerate import Allowed, Enumeration
-from pipelab.optimize.plan.judged import Plan
+from pipelab.optimize.plan.estimates import Estimate
 from pipelab.optimize.plan.limits import SLACK
 from pipelab.optimize.plan.transformer import Transformer
 
@@ -25,7 +25,7 @@ class RunnerUp(NamedTuple):
     """
 
     decision: str
-    plan: Plan
+    estimate: Estimate
     cause: str
     why: str
 
@@ -34,15 +34,14 @@ class RunnerUp(NamedTuple):
 class Answer:
     """The best plan that fits and the runners-up, the fastest first.
 
-    frontier  the best plan for ever less memory, from no limit on; empty unless asked for
-    bounds    (bytes, seconds) that every choice needs at least
+    choices    how many there were
+    simulated  of these; no bound says of them that they cannot win
     """
 
     problem: Problem
-    best: Plan
+    best: Estimate
     runners_up: tuple[RunnerUp, ...]
-    frontier: tuple[Plan, ...]
-    bounds: tuple[tuple[float, float], ...]
+    choices: int
     simulated: int
 
     def __str__(self) -> str:
@@ -59,40 +58,34 @@ class Answer:
             f"  {best.step:.4g} s a batch, {best.throughput:.4g} samples/s{rate}; "
             f"{best.memory / 1e9:.4g} of {limit / 1e9:.4g} GB",
             f"  seconds: {', '.join(parts)}",
-            f"  {means(problem)}",
+            f"  {techniques(problem)}",
             f"  {best.gap:.1%} above a lower bound for any order in these stages and this memory",
-            f"runners-up ({len(self.bounds):,} choices, {self.simulated} simulated):",
+            f"runners-up ({self.choices:,} choices, {self.simulated} simulated):",
         ]
-        for number, (decision, plan, _, why) in enumerate(self.runners_up, 1):
+        for number, (decision, found, _, why) in enumerate(self.runners_up, 1):
             other = "more" if decision == "memory" else "other"
             lines += [
-                f"  {number}. {other} {decision}: {plan.choice}",
-                f"     {plan.step:.4g} s, {plan.memory / 1e9:.4g} GB, gap {plan.gap:.1%}: {why}",
+                f"  {number}. {other} {decision}: {found.choice}",
+                f"     {found.step:.4g} s, {found.memory / 1e9:.4g} GB, gap {found.gap:.1%}: {why}",
             ]
-        if self.frontier:
-            lines.append("frontier, from no limit of memory down:")
-        for plan in self.frontier:
-            size = f"{plan.memory / 1e9:.4g} GB, {plan.throughput:.4g} samples/s"
-            lines.append(f"  {size}: {plan.choice}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         problem, limit = self.problem, self.problem.machine.memory
         others = [
-            {"decision": decision, "cause": cause, "why": why, **plan.to_json()}
-            for decision, plan, cause, why in self.runners_up
+            {"decision": decision, "cause": cause, "why": why, **found.to_json()}
+            for decision, found, cause, why in self.runners_up
         ]
         return {
             "machine": problem.machine.name,
             "devices": problem.devices,
             "batch": problem.batch,
             "memory_limit": limit if limit < math.inf else None,
-            "choices": len(self.bounds),
+            "choices": self.choices,
             "simulated": self.simulated,
             "best": self.best.to_json(),
             "runners_up": others,
-            "frontier": [plan.to_json() for plan in self.frontier],
-            "means": means(problem),
+            "means": techniques(problem),
         }
 
 
@@ -114,18 +107,18 @@ def stage_names(profile: Profile, balance: Sequence[int]) -> str:
     return " | ".join(f"{many} x {stage}" if many > 1 else stage for stage, many in alike)
 
 
-def means(problem: Problem) -> str:
+def techniques(problem: Problem) -> str:
     """What is counted on and what is off, in a line."""
     used = {f"ZeRO-{problem.zero or 1}": problem.zero, "overlap of all-reduces": problem.overlap}
     used["messages beside compute"] = not problem.blocking
     if isinstance(problem.model, Transformer):
         used |= {"FlashAttention": problem.flash, "sequence parallelism": problem.sequence}
-    on = [name for name, means in used.items() if means]
-    off = [name for name, means in used.items() if not means]
+    on = [name for name, is_on in used.items() if is_on]
+    off = [name for name, is_on in used.items() if not is_on]
     return f"on: {', '.join(on) or 'nothing'}; off: {', '.join(off) or 'nothing'}"
 
 
-def plan(problem: Problem, *, frontier: bool = False) -> Answer:
+def plan(problem: Problem) -> Answer:
     """The fastest way to train that fits; ValueError, and by how much, where nothing does.
 
     Every choice is judged by the simulator, or left out because a bound says that it cannot win.
@@ -155,10 +148,8 @@ def plan(problem: Problem, *, frontier: bool = False) -> Answer:
     # What more memory would be worth.
     if fastest and fastest.step * SLACK < best.step:
         others.setdefault(fastest.choice, _runner_up("memory", fastest, best, limit))
-    bounds = tuple((search.bytes[choice], search.seconds[choice]) for choice in search.seconds)
-    limits = tuple(search.frontier()) if frontier else ()
-    ranked = tuple(sorted(others.values(), key=lambda runner: runner.plan.step))
-    return Answer(problem, best, ranked, limits, bounds, len(search.plans))
+    ranked = tuple(sorted(others.values(), key=lambda runner: runner.estimate.step))
+    return Answer(problem, best, ranked, len(search.seconds), len(search.estimates))
 
 
 def _decisions(search: Enumeration, best: Choice) -> Iterator[tuple[str, Allowed]]:
@@ -188,16 +179,16 @@ def _recut(best: Choice, name: str, choice: Choice) -> bool:
     return choice[:2] == best[:2] and getattr(choice, name) != getattr(best, name)
 
 
-def _runner_up(decision: str, plan: Plan, best: Plan, limit: float) -> RunnerUp:
-    loss = plan.step - best.step
-    if plan.memory > limit:
-        more = (plan.memory - limit) / 1e9
-        return RunnerUp(decision, plan, "memory", f"memory, {more:.4g} GB more than a device has")
-    if plan.step <= best.step * SLACK:
-        more = (plan.memory - best.memory) / 1e9
-        return RunnerUp(decision, plan, "memory", f"as fast, {more:.4g} GB more memory")
-    change = {cause: plan.parts[cause] - best.parts[cause] for cause in plan.parts}
+def _runner_up(decision: str, other: Estimate, best: Estimate, limit: float) -> RunnerUp:
+    loss = other.step - best.step
+    if other.memory > limit:
+        more = (other.memory - limit) / 1e9
+        return RunnerUp(decision, other, "memory", f"memory, {more:.4g} GB more than a device has")
+    if other.step <= best.step * SLACK:
+        more = (other.memory - best.memory) / 1e9
+        return RunnerUp(decision, other, "memory", f"as fast, {more:.4g} GB more memory")
+    change = {cause: other.parts[cause] - best.parts[cause] for cause in other.parts}
     causes = sorted(change, key=change.__getitem__, reverse=True)
     # Causes below a twentieth of the loss explain nothing.
     named = [f"{c} {change[c]:+.3g} s" for c in causes if abs(change[c]) > 0.05 * loss]
-    return RunnerUp(decision, plan, causes[0], f"+{loss:.3g} s ({', '.join(named)})")
+    return RunnerUp(decision, other, causes[0], f"+{loss:.3g} s ({', '.join(named)})")

@@ -13,7 +13,7 @@ from pipelab.optimize.cut.profiles import Profile
 from pipelab.optimize.cut.splits import split_layers
 from pipelab.optimize.plan.machine import Machine
 from pipelab.optimize.plan.repeat import shorter
-from pipelab.optimize.plan.transformer import KEEP, Transformer
+from pipelab.optimize.plan.transformer import Transformer
 from pipelab.predict.costs import PASSES, Costs, Recompute
 from pipelab.table.action import ScheduleError, check_counts
 from pipelab.table.placement import loop_placement, v_placement
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
     recompute: Recompute
     balance: tuple[int, ...]
     tensor: int = 1
-    keep: str = KEEP[0]
+    keep: str = "all"
     context: int = 1
     longest: int = 1
 
@@ -62,6 +62,16 @@ class Choice(NamedTuple):
     def shared(self) -> int:
         """Devices that stand for one of a pipeline."""
         return self.tensor * self.context
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """What a layer on one device depends on, as `Problem.profile` takes it."""
+        return {
+            "tensor": self.tensor,
+            "context": self.context,
+            "samples": self.microbatch,
+            "keep": self.keep,
+        }
 
     @property
     def home(self) -> tuple[int, ...]:
@@ -76,7 +86,7 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         more = {"v": self.virtual, "t": self.tensor, "c": self.context, "rounds": self.longest}
         some = "".join(f" {name}={number}" for name, number in more.items() if number > 1)
-        again = self.recompute.value if self.keep == KEEP[0] else self.keep
+        again = self.recompute.value if self.keep == "all" else self.keep
         return (
             f"{self.schedule} p={self.pipeline}{some} replicas={self.replicas} "
             f"micro-batch={self.microbatch} m={self.microbatches} recompute={again}"
@@ -178,22 +188,30 @@ class Problem:
         return replace(own, node=min(own.node, n), rack=min(own.rack, n))
 
     def profile(
-        self, tensor: int = 1, context: int = 1, samples: int = 1, keep: str = KEEP[0]
+        self, tensor: int = 1, context: int = 1, samples: int = 1, keep: str = "all"
     ) -> Profile:
         """The layers on one device of those that share them."""
         model = self.model
         if isinstance(model, Profile):
             return model
         return model.profile(
-            *(self._machine, tensor, samples, context, self.expert, keep),
+            self._machine,
+            tensor=tensor,
+            samples=samples,
+            context=context,
+            expert=self.expert,
+            keep=keep,
             flash=self.flash,
             sequence=self.sequence,
         )
 
-    def totals(self, *way: Any) -> dict[str, np.ndarray]:
-        """Costs of all layers before each cut; and `crossing`, bytes that go over it."""
-        profile = self.profile(*way)
-        sums = {name: np.append(0.0, np.cumsum(profile.of(name))) for name in SUMS}
+    def totals(self, **shared: Any) -> dict[str, np.ndarray]:
+        """Costs of all layers before each cut; and `crossing`, bytes that go over it. Arguments are
+        those of `profile`."""
+        profile = self.profile(**shared)
+        sums = {
+            name: np.append(0.0, np.cumsum(profile.of(name))) for name in ("weights", *PER_SAMPLE)
+        }
         before = np.tri(self.layers + 1, self.layers, -1, dtype=bool)
         return sums | {"crossing": profile.crossing(before)}
 
@@ -229,11 +247,14 @@ class Problem:
     def _of_pipeline(self, p: int, replicas: int, tensor: int, context: int) -> Iterator[Choice]:
         """The choices of one pipeline length: schedules and chunks, balances, micro-batches."""
         samples = self.batch // replicas
-        modes = [(mode, KEEP[0]) for mode in Recompute]
-        if isinstance(self.model, Transformer):  # without squares to drop, selective drops nothing
-            modes += [(Recompute.NEVER, keep) for keep in KEEP[1 + self.flash :]]
+        modes = [(mode, "all") for mode in Recompute]
+        if isinstance(self.model, Transformer):
+            modes.append((Recompute.NEVER, "full"))
+            if not self.flash:  # it has no squares to drop
+                modes.insert(-1, (Recompute.NEVER, "selective"))
+        like_1f1b = {*FLUSH, *SPLIT} - {"pipedream_flush"} if p == 1 else set()
         for schedule in self.schedules:
-            if p == 1 and schedule in (*FLUSH[1:], *SPLIT) and FLUSH[0] in self.schedules:
+            if schedule in like_1f1b and "pipedream_flush" in self.schedules:
                 continue  # on one device it is the same, or holds more
             for v in self._chunks(schedule, p):
                 for balance in self._balances(tensor, p * v):
@@ -280,50 +301,43 @@ class Problem:
         devices sends its part of a boundary (arXiv 2104.04473, section 4.1); `link` is what a
         micro-batch takes to the next stage, over the slowest link.
         """
-        machine, t = self._machine, choice.tensor
-        way = t, choice.context, choice.microbatch, choice.keep
-        totals, profile = self.totals(*way), self.profile(*way)
-        more = choice.microbatch / (profile.samples or 1)  # there is one: see above
-        found = {name: totals[name][b] - totals[name][a] for name in SUMS}
-        for name in SUMS[1:]:
-            found[name] *= more
-        weights, among = found["weights"], choice.replicas * choice.context
-        # An expert has fewer copies than the other weights, to share its state out over.
-        experts = self._experts(t, a, b)
-        copies = choice.replicas // self.expert
-        part = (weights - experts) / choice.replicas + experts / copies
-        # [1] state: of ZeRO-1 12 bytes a parameter (6 a byte of weights) at most are shared out
-        own = self.optimizer or 0.0
-        shared = {0: 0.0, 1: min(own, 6.0), 3: own}[self.zero or 0]
-        state = weights * own - shared * (weights - part)
+        machine, shared = self._machine, choice.layer
+        totals, profile = self.totals(**shared), self.profile(**shared)
+        scale = choice.microbatch / (profile.samples or 1)  # of a profile there is one: see above
+        sizes = {name: totals[name][b] - totals[name][a] for name in ("weights", *PER_SAMPLE)}
+        for name in PER_SAMPLE:
+            sizes[name] *= scale
+        # [1] what replicas share out, and gather
+        weights, experts = sizes["weights"], self._experts(choice.tensor, a, b)
+        own = self._own(choice, weights, experts)
+        state = self._state(weights, own)
         if self.zero == 3:
-            gather = self._summed(weights, experts, among, t, 1)
-            for name in PASSES[:2]:
-                beside = np.maximum(found[name], gather)
-                found[name] = beside if self.overlap else found[name] + gather
+            gather = self._summed(choice, weights, experts, passes=1)
+            for name in ("forward", "input_grad"):
+                beside = np.maximum(sizes[name], gather)
+                sizes[name] = beside if self.overlap else sizes[name] + gather
             state = state + 2 * max(profile.of("weights"))  # of a layer that was gathered
-            found["weights"] = part
+            sizes["weights"] = own
         # [2] the update
-        update = self._summed(weights, experts, among, t, 1 if self.zero == 3 else 2)
+        update = self._summed(choice, weights, experts, passes=1 if self.zero == 3 else 2)
         if self.overlap:  # all but the last layer's runs beside the backward
-            hidden = found["input_grad"] + found["weight_grad"]
+            hidden = sizes["input_grad"] + sizes["weight_grad"]
             update = np.maximum(update - hidden, update / np.maximum(b - a, 1))
-        update = update + 2 * (state + 2 * found["weights"]) / machine.hbm
+        update = update + 2 * (state + 2 * sizes["weights"]) / machine.hbm
         # [3] one layer, all of it, while it is run again
-        if choice.keep != KEEP[0]:
-            whole = self.profile(*way[:3]).of("activations")
-            state = state + more * max(whole - profile.of("activations"))
+        if choice.keep != "all":
+            whole = self.profile(**shared | {"keep": "all"}).of("activations")
+            state = state + scale * max(whole - profile.of("activations"))
         # [4] messages
-        sent = more * totals["crossing"]
-        bandwidth = t * min(self._speeds(choice))
-        link = machine.latency + sent / bandwidth
+        sent = scale * totals["crossing"]
+        latency, bandwidth = machine.latency, choice.tensor * min(self._speeds(choice))
+        link = latency + sent / bandwidth
         link[-1] = 0.0  # nothing is behind
-        latency = machine.latency
         if self.blocking:
-            for name in PASSES[:2]:
-                found[name] = found[name] + link[b]
+            for name in ("forward", "input_grad"):
+                sizes[name] = sizes[name] + link[b]
             link, latency, bandwidth = 0 * link, 0.0, math.inf
-        return found | {
+        return sizes | {
             "optimizer": state,
             "update": update,
             "boundary": sent[a],
@@ -333,6 +347,20 @@ class Problem:
             "link": link[b],
         }
 
+    def _own(self, choice: Choice, weights: Any, experts: Any) -> Any:
+        """Bytes of a device's part of weights that replicas share out. An expert has fewer copies
+        than the other weights."""
+        copies = choice.replicas // self.expert
+        return (weights - experts) / choice.replicas + experts / copies
+
+    def _state(self, weights: Any, own: Any) -> Any:
+        """Bytes of the optimizer's state on a device, which has `own` of the weights if they are
+        shared out."""
+        bytes_each = self.optimizer or 0.0
+        # Of ZeRO-1 12 bytes a parameter (6 a byte of weights) at most are shared out.
+        shared = {0: 0.0, 1: min(bytes_each, 6.0), 3: bytes_each}[self.zero or 0]
+        return weights * bytes_each - shared * (weights - own)
+
     def _experts(self, tensor: int, a: Any, b: Any) -> Any:
         """Bytes of experts among the weights of stages of layers a to b - 1, on one device."""
         if not isinstance(self.model, Transformer):
@@ -340,13 +368,15 @@ class Problem:
         blocks = np.clip(b, 1, self.layers - 1) - np.clip(a, 1, self.layers - 1)
         return blocks * 2 * self.model.experts_size / self.expert / tensor
 
-    def _summed(self, weights: Any, experts: Any, among: int, tensor: int, ways: int) -> Any:
-        """Seconds to sum (2 ways) or to gather (1) weights; experts only among their copies."""
-        collective = self._machine.collective
+    def _summed(self, choice: Choice, weights: Any, experts: Any, passes: int) -> Any:
+        """Seconds to sum (2 passes) or to gather (1) weights among the replicas and those that
+        share a sequence; experts only among their copies."""
+        collective, tensor = self._machine.collective, choice.tensor
+        among = choice.replicas * choice.context
         if self.expert == 1:
-            return collective(weights, among, tensor, ways)
-        rest = collective(weights - experts, among, tensor, ways)
-        return rest + collective(experts, among // self.expert, tensor, ways)
+            return collective(weights, among, tensor, passes)
+        rest = collective(weights - experts, among, tensor, passes)
+        return rest + collective(experts, among // self.expert, tensor, passes)
 
     def _speeds(self, choice: Choice) -> list[float]:
         return _speeds(self.machine, choice.home, choice.shared * choice.replicas)
@@ -369,7 +399,7 @@ class Problem:
         return Costs(**sizes, recompute=choice.recompute)
 
 
-SUMS = ("weights", *PASSES, "activations", "weight_activations")  # all but weights per sample
+PER_SAMPLE = (*PASSES, "activations", "weight_activations")  # grow with the micro-batch
 
 
 @cache

@@ -12,11 +12,11 @@ For plain schedules with a flush this is the bound of `least_seconds`, all-reduc
 counted for the slowest device alone. A device with v chunks works v times as long as its longest,
 and they share its memory as they would if all layers were equal.
 
-Where there are few cuts all of them are tried (`Problem.choices`); these are for the others. A plan
-whose inputs wait in buffers for which there is no room gets its layers cut for less (`Search`).
-Beside an exhaustive search of every cut, at limits of memory that a plan of 4 to 6 random layers
-just fits: with one chunk a device none was found at 1 limit of 336, and a slower one at 11 (by up
-to 6 %); with several chunks none at 2 of 120, and a slower one at 12 (by up to 13 %).
+Where there are few cuts all of them are tried (`Problem.choices`); these are for the others. A
+choice whose inputs wait in buffers for which there is no room gets its layers cut for less
+(`Enumeration`). Beside an exhaustive search of every cut, at limits of memory that 4 to 6 random
+layers just fit: with one chunk a device none was found at 1 limit of 336, and a slower one at 11
+(by up to 6 %); with several chunks none at 2 of 120, and a slower one at 12 (by up to 13 %).
 """
 
 import math
@@ -59,7 +59,7 @@ def fastest_cut(problem: Problem, choice: Choice, memory: float) -> Choice | Non
     return choice._replace(balance=tuple(balance)) if step < math.inf else None
 
 
-def smallest(problem: Problem, choice: Choice) -> Choice:
+def smallest_cut(problem: Problem, choice: Choice) -> Choice:
     """The choice with the cut that needs least memory."""
     need = _bytes(problem, choice, *_every_stage(problem, choice))
     _, balance = split_intervals(need, choice.pipeline * choice.virtual)

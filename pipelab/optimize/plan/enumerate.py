@@ -1,59 +1,52 @@
-"""Best-bound first: the plan that no other beats, without simulating them all."""
+"""Best-bound first: the choice that no other beats, without simulating them all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import count
 
 from pipelab.optimize.plan.choices import Choice, Problem
-from pipelab.optimize.plan.cuts import fastest_cut, smallest
-from pipelab.optimize.plan.judged import Plan, estimate
+from pipelab.optimize.plan.cuts import fastest_cut, smallest_cut
+from pipelab.optimize.plan.estimates import Estimate, estimate
 from pipelab.optimize.plan.limits import SLACK, least_bytes, least_seconds
 
 Allowed = Callable[[Choice], bool]
 
 
 class Enumeration:
-    """All choices of a problem with their bounds, and the plans that were simulated so far."""
+    """All choices of a problem with their bounds, and those that were simulated so far."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.plans: dict[Choice, Plan] = {}
+        self.estimates: dict[Choice, Estimate] = {}
         self.seconds: dict[Choice, float] = {}
         self.bytes: dict[Choice, float] = {}
         for choice in problem.choices():
             self._bound(choice)
         self.fastest_first = sorted(self.seconds, key=self.seconds.__getitem__)
-        self.fastest = cache(partial(fastest_cut, problem))
-        self.smallest_cut = cache(partial(smallest, problem))
+        self.fastest_cut = cache(partial(fastest_cut, problem))
+        self.smallest_cut = cache(partial(smallest_cut, problem))
 
     def _bound(self, choice: Choice) -> None:
         sizes = self.problem.of_stages(choice)
         self.seconds[choice] = least_seconds(choice, sizes)
         self.bytes[choice] = least_bytes(choice, sizes)
 
-    def plan(self, choice: Choice) -> Plan:
-        if choice not in self.plans:
-            self.plans[choice] = estimate(self.problem, choice)
-        return self.plans[choice]
+    def estimate(self, choice: Choice) -> Estimate:
+        """Simulate it, once."""
+        if choice not in self.estimates:
+            self.estimates[choice] = estimate(self.problem, choice)
+        return self.estimates[choice]
 
-    def best(
-        self,
-        memory: float,
-        allowed: Allowed = lambda choice: True,
-        *,
-        cut_anew: bool = True,
-    ) -> Plan | None:
-        """The fastest allowed plan that fits; of equally fast ones the one with least memory.
-
-        cut_anew  whether layers are also cut for this memory
-        """
-        found: list[Plan] = []
-        fastest = math.inf
-        tried: set[Choice] = set()  # their layers were cut; without a balance: those to cut
+    def best(self, memory: float, allowed: Allowed = lambda choice: True) -> Estimate | None:
+        """The fastest allowed choice that fits; of equally fast ones that with least memory."""
+        fitting: list[Estimate] = []
+        fastest = math.inf  # seconds
+        families: set[Choice] = set()  # choices without their balance: their layers were cut
+        cuts: set[Choice] = set()  # what became of them
         number = count()  # so that equal bounds are taken in this order
         queue = [(self.seconds[choice], next(number), choice) for choice in self.fastest_first]
         while queue:
@@ -64,55 +57,40 @@ class Enumeration:
             if not allowed(choice):
                 continue
             # [2] It may win: simulate it, unless it cannot fit.
-            room = memory
-            if self.bytes[choice] <= memory * SLACK and self.plan(choice).step <= fastest * SLACK:
-                plan = self.plan(choice)
-                if plan.memory <= memory:
-                    found.append(plan)
-                    fastest = min(fastest, plan.step)
-                else:  # inputs that wait in buffers are too much
-                    room = self.bytes[choice] - (plan.memory - memory)
+            excess = 0.0
+            if self.bytes[choice] <= memory * SLACK:
+                found = self.estimate(choice)
+                if found.step <= fastest * SLACK and found.memory <= memory:
+                    fitting.append(found)
+                    fastest = min(fastest, found.step)
+                elif found.step <= fastest * SLACK:  # inputs that wait in buffers are too much
+                    excess = found.memory - memory
             # [3] Cut its layers for this memory, or for less, if that is still too much.
-            if not cut_anew:
-                continue
-            uncut = choice._replace(balance=())
-            others = []
-            if uncut not in tried:
-                others = [self.fastest(uncut, memory)]
-            elif choice in tried and room < memory:
-                others = [self.fastest(uncut, room), self.smallest_cut(uncut)]
-            tried.add(uncut)
-            for other in others:
-                if other and other not in tried:
-                    tried.add(other)
-                    self._bound(other)
-                    heappush(queue, (self.seconds[other], next(number), other))
-                    break
-        close = [plan for plan in found if plan.step <= fastest * SLACK]
-        return min(close, key=lambda plan: plan.memory, default=None)
+            family = choice._replace(balance=())
+            tries: list[Choice | None] = []
+            if family not in families:
+                tries = [self.fastest_cut(family, memory)]
+            elif choice in cuts and excess:
+                room = self.bytes[choice] - excess
+                tries = [self.fastest_cut(family, room), self.smallest_cut(family)]
+            families.add(family)
+            new = next((cut for cut in tries if cut and cut not in cuts), None)
+            if new:
+                cuts.add(new)
+                self._bound(new)
+                heappush(queue, (self.seconds[new], next(number), new))
+        close = [found for found in fitting if found.step <= fastest * SLACK]
+        return min(close, key=lambda found: found.memory, default=None)
 
-    def smallest(self) -> Plan:
-        """The plan with least memory."""
-        best: Plan | None = None
+    def smallest(self) -> Estimate:
+        """The choice that needs least memory."""
+        best: Estimate | None = None
         for choice in sorted(self.bytes, key=self.bytes.__getitem__):
             if best and self.bytes[choice] > best.memory * SLACK:
                 break
             for cut in (choice, self.smallest_cut(choice._replace(balance=()))):
-                plan = self.plan(cut)
-                if not best or plan.memory < best.memory:
-                    best = plan
+                found = self.estimate(cut)
+                if not best or found.memory < best.memory:
+                    best = found
         assert best
         return best
-
-    def frontier(self) -> Iterator[Plan]:
-        """The best plans for less and less memory: each limit is 0.9 of what the last one needs.
-
-        Of layers that are cut once and for all: to cut them for every limit takes a minute.
-        """
-        limit = math.inf
-        while plan := self.best(limit, cut_anew=False):
-            yield plan
-            # Below what the last one needs: the next one has to be another.
-            limit = plan.memory * 0.9
-            if not limit:  # nothing needs less
-                return

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, IN_A_V, MADE, SPLIT, Choice
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, IN_A_V, MADE, Choice
 from pipelab.predict.costs import Recompute
 from pipelab.predict.theory import THEORY
 from pipelab.schedules import make
@@ -26,7 +26,7 @@ def work(choice: Choice, sizes: Sizes) -> np.ndarray:
     m = choice.microbatches
     again = {Recompute.NEVER: 0, Recompute.EXCEPT_LAST: m - 1, Recompute.ALWAYS: m}
     once = sizes["forward"] + sizes["input_grad"] + sizes["weight_grad"]
-    actions = 3 if choice.schedule in SPLIT[:2] else 2  # others may keep backwards whole
+    actions = 3 if choice.schedule in ("zb_h1", "zb_h2") else 2  # others may keep backwards whole
     once = once + actions * sizes["overhead"]
     return m * once + again[choice.recompute] * sizes["forward"]
 

@@ -27,7 +27,7 @@ from pipelab.optimize.cut.profiles import Layer, Profile
 from pipelab.optimize.plan.machine import Machine
 from pipelab.table.action import check_counts
 
-KEEP = ("all", "selective", "full")  # what is kept of a layer, or the whole of it run again
+KEEP = ("all", "selective", "full")  # what is kept of a layer from its forward to its backward
 MOST_LAYERS = 2000  # of which a plan can cut
 
 

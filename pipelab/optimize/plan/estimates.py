@@ -19,7 +19,7 @@ from pipelab.table.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Plan:
+class Estimate:
     """A choice and what it takes.
 
     step    seconds of a batch, its flush and all-reduce included
@@ -99,9 +99,9 @@ class Plan:
         }
 
 
-def estimate(problem: Problem, choice: Choice) -> Plan:
+def estimate(problem: Problem, choice: Choice) -> Estimate:
     """Simulate it."""
-    return Plan(problem, choice, steady_seconds(choice, problem.costs(choice)))
+    return Estimate(problem, choice, steady_seconds(choice, problem.costs(choice)))
 
 
 def table_for(choice: Choice, costs: Costs, whole: bool = True) -> Schedule:
