@@ -17,8 +17,8 @@ from pipelab.optimize.faults import Faults, cost_of_faults
 from pipelab.optimize.plan import (
     MACHINES,
     Choice,
+    Estimate,
     Machine,
-    Plan,
     Problem,
     Transformer,
     estimate,
@@ -105,7 +105,7 @@ class Row:
                 sizes = replicas, v, b, m, Recompute.NEVER, tuple(balance)
                 yield Choice(name, p, *sizes, self.tensor, self.keep, self.context)
 
-    def predicted(self, machine: Machine | None = None) -> Plan:
+    def predicted(self, machine: Machine | None = None) -> Estimate:
         """The fastest of them that fits; the smallest if none does."""
         problem = replace(self.problem, machine=machine or self.machine)
         plans = [estimate(problem, choice) for choice in self.choices()]
@@ -281,8 +281,8 @@ FITS = (
 )
 
 
-def error(row: Row, plan: Plan) -> float:
-    return plan.step / row.published - 1
+def error(row: Row, found: Estimate) -> float:
+    return found.step / row.published - 1
 
 
 def of_errors(errors: Sequence[float]) -> str:
@@ -376,10 +376,10 @@ def report(repeats: int) -> str:
     )
 
 
-def _table(pairs: Sequence[tuple[Row, Plan]]) -> str:
+def _table(pairs: Sequence[tuple[Row, Estimate]]) -> str:
     lines = []
-    for row, plan in pairs:
-        choice = plan.choice
+    for row, found in pairs:
+        choice = found.choice
         opened = "" if row.microbatch and row.virtual else " o"
         lines.append(
             (
@@ -390,9 +390,9 @@ def _table(pairs: Sequence[tuple[Row, Plan]]) -> str:
                 f"b={choice.microbatch} v={choice.virtual}{opened}",
                 row.keep,
                 f"{row.published:.2f}",
-                f"{plan.step:.2f}",
-                f"{error(row, plan):+.1%}",
-                f"{plan.memory / 1e9:.0f} of {row.machine.memory / 1e9:.0f}",
+                f"{found.step:.2f}",
+                f"{error(row, found):+.1%}",
+                f"{found.memory / 1e9:.0f} of {row.machine.memory / 1e9:.0f}",
             )
         )
     header = "paper, model, GPUs, layout, chunks, recomputed, published, predicted, error, GB"
