@@ -45,14 +45,14 @@ class _Kept(NamedTuple):
 class TorchStage(VersionedStage):
     """A stage of a module: the base has its weights, here is what a micro-batch does with them.
 
-    draws  whether forwards draw random numbers, in training and in evaluation: what is not known
-           beforehand shows in the first forward. torch has one generator a device, so that what
-           draws takes turns, and what does not need not
+    draws  by whether it trains, whether its forwards draw random numbers: where that is not known
+           beforehand, the first one shows it. What draws takes turns with other stages, which the
+           rest need not
     """
 
     def __init__(self, *arguments: Any, draws: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.draws: dict[bool, bool] = dict.fromkeys((True, False), True) if draws else {}
+        self.draws: dict[bool, bool] = {True: True} if draws else {}
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""

@@ -117,7 +117,7 @@ class TorchWing(Wing):
         seed = index.seed if index else options.seed
         # Asking for it draws nothing from the caller's generator.
         self.seed = torch.initial_seed() if seed is None else seed
-        self.draws = options.seed is not None or any(map(_draws, nn.ModuleList(stages).modules()))
+        self.draws = options.seed is not None or (training and any_draws(stages))
         if index and options.resume:
             self.start = checkpoint.states_for(Path(options.resume), index, stages, self._here())
 
@@ -302,8 +302,12 @@ def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
     return any(module.training or not module.track_running_stats for module in found)
 
 
+def any_draws(stages: Sequence[nn.Module]) -> bool:
+    """Whether there is a layer that draws random numbers."""
+    return any(map(_draws, nn.ModuleList(stages).modules()))
+
+
 def _draws(module: nn.Module) -> bool:
-    """Whether it is a layer that draws random numbers."""
     # Attention and recurrent layers name their rate `dropout`.
     attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
     rate = getattr(module, attribute, 0)
