@@ -24,7 +24,7 @@ test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
 fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against its reference
 	PIPELAB_FUZZ=10000 $(BIN)/pytest tests/runtime/test_run.py -k random_tables
 
-mutants: .venv/.ready  ## one wrong token at a time in table/ and predict/: do the rooms' own tests see it?
+mutants: .venv/.ready  ## one wrong token at a time in table/, predict/, bounds and faults: do their own tests see it?
 	$(BIN)/python tests/house/mutants.py
 
 notebooks: .venv/.ready  ## run the lectures and store their outputs

@@ -16,10 +16,10 @@ from pipelab import Recompute
 from pipelab.optimize.faults import Faults, cost_of_faults
 from pipelab.optimize.plan import (
     MACHINES,
-    Choice,
+    Estimate,
     Machine,
-    Plan,
     Problem,
+    TrainingChoice,
     Transformer,
     estimate,
     table_for,
@@ -84,7 +84,7 @@ class Row:
             blocking=not self.overlap,
         )
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[TrainingChoice]:
         """The layout, with every micro-batch and number of chunks that the paper leaves open."""
         replicas = self.devices // self.tensor // self.context // self.pipeline
         samples, layers, p = self.batch // replicas, self.model.layers, self.pipeline
@@ -103,9 +103,9 @@ class Row:
                     balance[-1] += 1
                 name = "interleaved" if v > 1 else "pipedream_flush"
                 sizes = replicas, v, b, m, Recompute.NEVER, tuple(balance)
-                yield Choice(name, p, *sizes, self.tensor, self.keep, self.context)
+                yield TrainingChoice(name, p, *sizes, self.tensor, self.keep, self.context)
 
-    def predicted(self, machine: Machine | None = None) -> Plan:
+    def predicted(self, machine: Machine | None = None) -> Estimate:
         """The fastest of them that fits; the smallest if none does."""
         problem = replace(self.problem, machine=machine or self.machine)
         plans = [estimate(problem, choice) for choice in self.choices()]
@@ -281,8 +281,8 @@ FITS = (
 )
 
 
-def error(row: Row, plan: Plan) -> float:
-    return plan.step / row.published - 1
+def error(row: Row, found: Estimate) -> float:
+    return found.step / row.published - 1
 
 
 def of_errors(errors: Sequence[float]) -> str:
@@ -376,10 +376,10 @@ def report(repeats: int) -> str:
     )
 
 
-def _table(pairs: Sequence[tuple[Row, Plan]]) -> str:
+def _table(pairs: Sequence[tuple[Row, Estimate]]) -> str:
     lines = []
-    for row, plan in pairs:
-        choice = plan.choice
+    for row, found in pairs:
+        choice = found.choice
         opened = "" if row.microbatch and row.virtual else " o"
         lines.append(
             (
@@ -390,9 +390,9 @@ def _table(pairs: Sequence[tuple[Row, Plan]]) -> str:
                 f"b={choice.microbatch} v={choice.virtual}{opened}",
                 row.keep,
                 f"{row.published:.2f}",
-                f"{plan.step:.2f}",
-                f"{error(row, plan):+.1%}",
-                f"{plan.memory / 1e9:.0f} of {row.machine.memory / 1e9:.0f}",
+                f"{found.step:.2f}",
+                f"{error(row, found):+.1%}",
+                f"{found.memory / 1e9:.0f} of {row.machine.memory / 1e9:.0f}",
             )
         )
     header = "paper, model, GPUs, layout, chunks, recomputed, published, predicted, error, GB"
@@ -443,7 +443,7 @@ def _faults(repeats: int) -> str:
         problem = Problem(GPT175, A100, 1024, 1024, tensor=(8,), schedules=(name,))
         each = [96 // 8 // v] * (8 * v)
         balance = (each[0] + 1, *each[1:-1], each[-1] + 1)
-        choice = Choice(name, 8, 16, v, 1, 64, Recompute.NEVER, balance, 8, "full")
+        choice = TrainingChoice(name, 8, 16, v, 1, 64, Recompute.NEVER, balance, 8, "full")
         costs = problem.costs(choice)
         at = table_for(choice, costs), costs, faults
         found = cost_of_faults(*at, replicas=16, repeats=repeats)

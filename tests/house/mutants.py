@@ -1,10 +1,10 @@
 """How many wrong tokens a room's own tests catch: make mutants.
 
 A mutant is a function of the room with one thing changed: `<` to `<=`, `+` to `-`, `and` to `or`, a
-number to the next one, a condition to its opposite, a returned value to None. The tests in the
-folder that bears the room's name are collected once. Then each mutant of a random sample, the same
-each time, gets a forked process in which the function has the changed code, and the tests that call
-it run there until one fails or takes too long, the quickest first.
+number to the next one, a condition to its opposite, a returned value to None. A room is a folder or
+a module, and its tests are those of the same name, which are collected once. Then each mutant of a
+random sample, the same each time, gets a forked process in which the function has the changed code,
+and the tests that call it run there until one fails or takes too long, the quickest first.
 
     python tests/house/mutants.py [ROOM ...] [--sample N] [--seed K] [--file PART_OF_A_PATH]
 
@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EFFECT = Path(__file__).with_name("mutants_without_effect.txt")
-ROOMS = ("table", "predict")
+ROOMS = ("table", "predict", "optimize/bounds", "optimize/faults")
 LEAST = 0.95
 PROCESSES = 2
 EXAMPLES = 40  # of a property, in each mutant
@@ -137,7 +137,9 @@ class Run:
     """A pytest plugin that takes the place of the run: every mutant of a sample, and its tests."""
 
     def __init__(self, room, options):
-        self.folder = ROOT / "pipelab" / room
+        place = ROOT / "pipelab" / room
+        self.paths = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+        self.files = {str(path) for path in self.paths}
         self.options, self.survivors, self.done = options, [], 0
 
     @pytest.hookimpl(tryfirst=True)
@@ -150,6 +152,7 @@ class Run:
 
     def pytest_runtestloop(self, session):
         self.items = session.items
+        gc.unfreeze()  # conftest has hidden what is imported
         self.functions = defaultdict(list)
         for each in gc.get_objects():
             if isinstance(each, FunctionType) and self.of_room(each.__code__):
@@ -168,10 +171,10 @@ class Run:
         return True
 
     def of_room(self, code):
-        return code.co_filename.startswith(str(self.folder))
+        return code.co_filename in self.files
 
     def sample(self):
-        paths = [p for p in sorted(self.folder.rglob("*.py")) if self.options.file in str(p)]
+        paths = [p for p in self.paths if self.options.file in str(p)]
         numbered = [
             (path, number)
             for path in paths
@@ -258,11 +261,13 @@ def main() -> int:
     good = True
     for room in options.rooms:
         start, plugin = time.perf_counter(), Run(room, options)
-        pytest.main(["-p", "no:terminal", "-p", "no:xdist", f"tests/{room}"], plugins=[plugin])
+        folder, _, module = room.rpartition("/")
+        tests = f"tests/{folder}/test_{module}.py" if folder else f"tests/{room}"
+        pytest.main(["-p", "no:terminal", "-p", "no:xdist", tests], plugins=[plugin])
         killed = 1 - len(plugin.survivors) / max(plugin.done, 1)
         good = good and plugin.done and killed >= LEAST
         took = time.perf_counter() - start
-        print(f"{room}: {killed:.1%} of {plugin.done} mutants killed by tests/{room}, {took:.0f} s")
+        print(f"{room}: {killed:.1%} of {plugin.done} mutants killed by {tests}, {took:.0f} s")
     return 0 if good else 1
 
 
