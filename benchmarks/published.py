@@ -16,10 +16,10 @@ from pipelab import Recompute
 from pipelab.optimize.faults import Faults, cost_of_faults
 from pipelab.optimize.plan import (
     MACHINES,
-    Choice,
     Estimate,
     Machine,
     Problem,
+    TrainingChoice,
     Transformer,
     estimate,
     table_for,
@@ -84,7 +84,7 @@ class Row:
             blocking=not self.overlap,
         )
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[TrainingChoice]:
         """The layout, with every micro-batch and number of chunks that the paper leaves open."""
         replicas = self.devices // self.tensor // self.context // self.pipeline
         samples, layers, p = self.batch // replicas, self.model.layers, self.pipeline
@@ -103,7 +103,7 @@ class Row:
                     balance[-1] += 1
                 name = "interleaved" if v > 1 else "pipedream_flush"
                 sizes = replicas, v, b, m, Recompute.NEVER, tuple(balance)
-                yield Choice(name, p, *sizes, self.tensor, self.keep, self.context)
+                yield TrainingChoice(name, p, *sizes, self.tensor, self.keep, self.context)
 
     def predicted(self, machine: Machine | None = None) -> Estimate:
         """The fastest of them that fits; the smallest if none does."""
@@ -443,7 +443,7 @@ def _faults(repeats: int) -> str:
         problem = Problem(GPT175, A100, 1024, 1024, tensor=(8,), schedules=(name,))
         each = [96 // 8 // v] * (8 * v)
         balance = (each[0] + 1, *each[1:-1], each[-1] + 1)
-        choice = Choice(name, 8, 16, v, 1, 64, Recompute.NEVER, balance, 8, "full")
+        choice = TrainingChoice(name, 8, 16, v, 1, 64, Recompute.NEVER, balance, 8, "full")
         costs = problem.costs(choice)
         at = table_for(choice, costs), costs, faults
         found = cost_of_faults(*at, replicas=16, repeats=repeats)

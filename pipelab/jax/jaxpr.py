@@ -25,8 +25,8 @@ Arrays = list[Any]  # in the order of some variables
 Values = dict[Var, Any]  # variable -> array
 Variables = list[Var]
 Equations = list[JaxprEqn]
-LIBRARY = Path(__file__).parents[2]
-OURS = str(LIBRARY / "runtime"), str(LIBRARY / "pipeshard")  # no code of a user's
+LIBRARY = Path(__file__).parents[1]
+OURS = tuple(str(LIBRARY / room) for room in ("jax", "runtime", "pipeshard"))  # no code of a user's
 FRAMEWORKS = re.compile(r"site-packages.(flax|optax|chex)\W")  # a user's code calls them
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}  # of what, by parameter
 

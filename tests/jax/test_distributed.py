@@ -24,7 +24,7 @@ from pipelab.models.flax_mlp import mlp
 from pipelab.runtime.wire import apart, whole
 from tests.conftest import thorough
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "workers" / "distributed.py"
 GUARD = 60
 

@@ -17,10 +17,10 @@ from pipelab.cli import main
 from pipelab.models import split
 from pipelab.models.gpt2 import gpt2
 from pipelab.optimize.cut import (
+    CutStage,
     Layer,
     Partition,
     Profile,
-    Stage,
     intervals,
     pipedream,
     plots,
@@ -416,7 +416,7 @@ def test_the_simulated_pace_is_the_plans(found, devices, model, bandwidth):
 def test_replicas_share_links():
     """Three devices send to one: over its one link. Three to two: over two."""
     found = Profile(tuple(Layer(name, forward=6, output=12) for name in "abc"))
-    parts = [Stage((0,), 2, 3), Stage((1,), 3, 2), Stage((2,), 6, 1)]
+    parts = [CutStage((0,), 2, 3), CutStage((1,), 3, 2), CutStage((2,), 6, 1)]
     plan = Partition(found, tuple(parts), 6)
     links = plan.costs(bandwidth=2, transfer=1).links(3)
     assert links == [1 + 12 / 2 / 2, 1 + 12 / 2]

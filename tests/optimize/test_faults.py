@@ -1,10 +1,12 @@
 """Slow devices, jitter and failures: limits that can be worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from pipelab import Costs, make, simulate
+from pipelab.optimize import faults as module
 from pipelab.optimize.faults import Faults, cost_of_faults
 from pipelab.predict.costs import CostError
 
@@ -13,11 +15,13 @@ TABLE = make("pipedream_flush", 4, 16)
 
 def test_a_slow_device_sets_the_pace():
     """One of the four, as if its speed were a half; without anything unlike nothing is added."""
-    found = cost_of_faults(TABLE, Costs(), Faults(slow=2.0), replicas=3, repeats=9)
+    costs = Costs(overhead=0.25)  # which a slow device loses no more often
+    found = cost_of_faults(TABLE, costs, Faults(slow=2.0), replicas=3, repeats=9)
     assert found["jitter"] == found["a/a"] == found["failures"] == [0.0] * 9
-    whole = simulate(TABLE).makespan
+    whole = simulate(TABLE, costs).makespan + costs.overhead  # before the first action
     speeds = [[0.5 if d == slow else 1 for d in range(4)] for slow in range(4)]
-    possible = {round(simulate(TABLE, Costs(speed=s)).makespan / whole - 1, 9) for s in speeds}
+    slowed = (simulate(TABLE, replace(costs, speed=s)).makespan + costs.overhead for s in speeds)
+    possible = {round(makespan / whole - 1, 9) for makespan in slowed}
     for cause in ("slow device", "both"):
         shares = {round(share, 9) for share in found[cause]}
         assert shares <= possible and len(shares) > 1
@@ -34,6 +38,28 @@ def test_jitter_of_more_replicas_costs_more():
     assert max(costs[1]["slow device"]) == 0
     again = cost_of_faults(TABLE, Costs(), Faults(jitter=0.1), repeats=9)
     assert again == costs[1]
+
+
+def test_jitter_is_drawn_around_the_costs(monkeypatch):
+    """Even large, it makes no action take less than a tenth; and of many replicas only as many are
+    drawn as have `MOST` actions."""
+    (small,) = cost_of_faults(TABLE, Costs(), Faults(jitter=0.01), repeats=1)["jitter"]
+    assert 0 < small < 0.1
+    monkeypatch.setattr(module.random.Random, "gauss", lambda self, mean, spread: mean - 9)
+    (least,) = cost_of_faults(TABLE, Costs(), Faults(jitter=3.0), repeats=1)["jitter"]
+    assert least == pytest.approx(0.1 - 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "MOST", 3 * len(TABLE.actions))
+    few, many = (
+        cost_of_faults(TABLE, Costs(), Faults(jitter=0.1), replicas=n, repeats=2) for n in (3, 40)
+    )
+    assert few == many
+
+
+def test_checkpoints_that_take_no_time_are_written_a_thousand_times_between_failures():
+    faults = Faults(between=1000, write=0, restart=100)
+    found = cost_of_faults(TABLE, Costs(), faults, repeats=100)["failures"]
+    assert sum(found) / 100 == pytest.approx((100 + 0.5) / 1000, rel=0.15)
 
 
 def test_failures_cost_what_the_closed_form_says():

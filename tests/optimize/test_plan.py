@@ -17,9 +17,9 @@ from pipelab.optimize.plan import (
     FLUSH,
     MACHINES,
     SPLIT,
-    Choice,
     Machine,
     Problem,
+    TrainingChoice,
     Transformer,
     estimate,
     plan,
@@ -543,7 +543,7 @@ def test_nothing_fits_says_by_how_much():
         plan(equal_layers(4, tight, devices=2, batch=2))
     smallest = Enumeration(equal_layers(4, tight, devices=2, batch=2)).smallest()
     assert f"needs {smallest.memory / 1e9:,.4g} GB" in str(error.value)
-    assert isinstance(smallest.choice, Choice)
+    assert isinstance(smallest.choice, TrainingChoice)
 
 
 def test_a_profile_of_times_alone_is_planned(capsys, tmp_path):

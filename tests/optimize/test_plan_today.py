@@ -349,7 +349,7 @@ def test_the_best_is_that_of_all(problem, places):
 @settings(max_examples=12, deadline=None)
 @given(small, st.sampled_from(["bandwidth", "inside", "flops", "hbm"]), st.floats(1.1, 10))
 def test_a_faster_machine_is_never_slower(problem, name, more):
-    """Choice by choice, as long as a node's links stay faster than those between nodes."""
+    """TrainingChoice by choice, as long as a node's links stay faster than those between nodes."""
     value = getattr(problem.machine, name) * more
     machine = replace(problem.machine, **{name: value})
     if name == "bandwidth":

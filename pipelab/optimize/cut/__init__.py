@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipelab.optimize.cut.profiles import Layer, Profile
 from pipelab.optimize.cut.replicated import pipedream
 from pipelab.optimize.cut.splits import METHODS, split_layers
-from pipelab.optimize.cut.stages import Partition, Stage
+from pipelab.optimize.cut.stages import CutStage, Partition
 from pipelab.optimize.cut.uniform import uniform
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
+    "CutStage",
     "Layer",
     "Partition",
     "Profile",
-    "Stage",
     "pipedream",
     "profile",
     "split_layers",

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
-from pipelab.optimize.cut import Partition, Profile, Stage
+from pipelab.optimize.cut import CutStage, Partition, Profile
 from pipelab.plot import style
 from pipelab.plot.timeline import bar, idle
 from pipelab.table.action import Kind
@@ -72,7 +72,7 @@ def partition(
 
 
 def _stage(
-    ax: Axes, row: int, found: Partition, stage: Stage, first: int, scale: float
+    ax: Axes, row: int, found: Partition, stage: CutStage, first: int, scale: float
 ) -> dict[str, Artist]:
     """A box per layer of a stage, the first layer's number being `first`; then its all-reduce."""
     slowest = stage.time == max(other.time for other in found.stages)

@@ -26,7 +26,7 @@ import numpy as np
 
 from pipelab.optimize.cut.intervals import Intervals
 from pipelab.optimize.cut.profiles import Profile
-from pipelab.optimize.cut.stages import Partition, Stage
+from pipelab.optimize.cut.stages import CutStage, Partition
 from pipelab.table.action import check_counts
 
 MODELS = ("sum", "max")
@@ -88,7 +88,7 @@ def pipedream(
         layers = np.flatnonzero(problem.before[b] & ~problem.before[a])
         seconds = float(problem.shared_seconds(shared)[a, b])
         sync = max(seconds - float(problem.seconds[a, b]) / shared, 0.0)
-        found.append(Stage(tuple(layers.tolist()), seconds, shared, sync))
+        found.append(CutStage(tuple(layers.tolist()), seconds, shared, sync))
     return Partition(profile, tuple(found), best.value(devices))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipelab.optimize.cut.intervals import split_intervals
 from pipelab.optimize.cut.profiles import Profile
-from pipelab.optimize.cut.stages import Partition, Stage
+from pipelab.optimize.cut.stages import CutStage, Partition
 
 METHODS = ("uniform", "parameters", "type:REGEX", "time", "size", "pipedream")
 
@@ -65,7 +65,7 @@ def split_layers(
     _, balance = split_intervals(limited(squares), stages, np.add)
     layers = np.split(np.arange(n), np.cumsum(balance)[:-1])
     seconds = profile.of("time")
-    found = tuple(Stage(tuple(each.tolist()), float(seconds[each].sum())) for each in layers)
+    found = tuple(CutStage(tuple(each.tolist()), float(seconds[each].sum())) for each in layers)
     return Partition(profile, found, max(stage.time for stage in found))
 
 

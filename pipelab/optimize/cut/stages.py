@@ -11,7 +11,7 @@ from pipelab.predict.costs import PASSES, Costs
 
 
 @dataclass(frozen=True)
-class Stage:
+class CutStage:
     """Layers by number, and the devices that share them: each takes every r-th micro-batch.
 
     time       seconds per micro-batch, over the replicas, their all-reduce included
@@ -33,7 +33,7 @@ class Partition:
     """
 
     profile: Profile
-    stages: tuple[Stage, ...]
+    stages: tuple[CutStage, ...]
     bottleneck: float
 
     @property

@@ -30,7 +30,7 @@ forward and a backward; recomputation of some of a stage's layers.
 """
 
 from pipelab.optimize.plan.answer import Answer, RunnerUp, plan
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, FLUSH, SPLIT, Choice, Problem
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, FLUSH, SPLIT, Problem, TrainingChoice
 from pipelab.optimize.plan.estimates import Estimate, estimate, table_for
 from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.optimize.plan.repeat import makespan
@@ -43,11 +43,11 @@ __all__ = [
     "MACHINES",
     "SPLIT",
     "Answer",
-    "Choice",
     "Estimate",
     "Machine",
     "Problem",
     "RunnerUp",
+    "TrainingChoice",
     "Transformer",
     "estimate",
     "makespan",

@@ -10,7 +10,7 @@ from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from pipelab.optimize.cut.profiles import Profile
-from pipelab.optimize.plan.choices import Choice, Problem
+from pipelab.optimize.plan.choices import Problem, TrainingChoice
 from pipelab.optimize.plan.enumerate import Allowed, Enumeration
 from pipelab.optimize.plan.estimates import Estimate
 from pipelab.optimize.plan.limits import SLACK
@@ -138,7 +138,7 @@ def plan(problem: Problem) -> Answer:
             f"{(smallest.memory - limit) / 1e9:,.4g} more; use more devices, devices with more "
             "memory, or share every layer (tensor)"
         )
-    others: dict[Choice, RunnerUp] = {}
+    others: dict[TrainingChoice, RunnerUp] = {}
     # The best of those that decide one thing otherwise: that fits, or else that would be fastest.
     for decision, allowed in _decisions(search, best.choice):
         other = search.best(limit, allowed) or search.best(math.inf, allowed)
@@ -152,7 +152,7 @@ def plan(problem: Problem) -> Answer:
     return Answer(problem, best, ranked, len(search.seconds), len(search.estimates))
 
 
-def _decisions(search: Enumeration, best: Choice) -> Iterator[tuple[str, Allowed]]:
+def _decisions(search: Enumeration, best: TrainingChoice) -> Iterator[tuple[str, Allowed]]:
     """The decisions that could have been others, and the choices that make them."""
     # [1] every other schedule, recomputation and tensor; the next shorter and longer pipeline
     for name in ("schedule", "recompute", "keep", "tensor", "context", "pipeline"):
@@ -170,11 +170,11 @@ def _decisions(search: Enumeration, best: Choice) -> Iterator[tuple[str, Allowed
         yield name, partial(_recut, best, name)
 
 
-def _has(name: str, value: Any, choice: Choice) -> bool:
+def _has(name: str, value: Any, choice: TrainingChoice) -> bool:
     return getattr(choice, name) == value
 
 
-def _recut(best: Choice, name: str, choice: Choice) -> bool:
+def _recut(best: TrainingChoice, name: str, choice: TrainingChoice) -> bool:
     # The first two are the schedule and the pipeline.
     return choice[:2] == best[:2] and getattr(choice, name) != getattr(best, name)
 

@@ -30,7 +30,7 @@ BALANCED = ("time", "size")  # what a partition is balanced by
 FEW = 64  # cuts into so many stages that all are tried
 
 
-class Choice(NamedTuple):
+class TrainingChoice(NamedTuple):
     """One way to train.
 
     pipeline      devices of a pipeline (of groups of `tensor` devices)
@@ -223,12 +223,12 @@ class Problem:
     def layers(self) -> int:
         return len(self.profile().layers)
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[TrainingChoice]:
         """All that use all devices and give every micro-batch the same number of samples.
 
         Without tables of more than 2,000,000 actions, which would take minutes to simulate.
         """
-        found: dict[Choice, None] = {}
+        found: dict[TrainingChoice, None] = {}
         for tensor, context in product(self.tensor, self.context):
             devices, rest = divmod(self.devices, tensor * context)
             for p in _divisors(devices) if not rest else ():
@@ -244,7 +244,9 @@ class Problem:
             )
         return iter(found)
 
-    def _of_pipeline(self, p: int, replicas: int, tensor: int, context: int) -> Iterator[Choice]:
+    def _of_pipeline(
+        self, p: int, replicas: int, tensor: int, context: int
+    ) -> Iterator[TrainingChoice]:
         """The choices of one pipeline length: schedules and chunks, balances, micro-batches."""
         samples = self.batch // replicas
         modes = [(mode, "all") for mode in Recompute]
@@ -267,7 +269,9 @@ class Problem:
                         if schedule == "interleaved" and m > p and m % p:
                             rounds += [-(-m // (m // p))]
                         for (mode, keep), longest in product(modes, rounds):
-                            yield Choice(*sizes, mode, balance, tensor, keep, context, longest)
+                            yield TrainingChoice(
+                                *sizes, mode, balance, tensor, keep, context, longest
+                            )
 
     def _chunks(self, schedule: str, p: int) -> Iterable[int]:
         most = min(self.layers // p, MOST_CHUNKS)
@@ -293,7 +297,7 @@ class Problem:
         cuts = ((0, *middle, layers) for middle in combinations(range(1, layers), stages - 1))
         return [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
 
-    def sizes(self, choice: Choice, a: Any, b: Any) -> dict[str, Any]:
+    def sizes(self, choice: TrainingChoice, a: Any, b: Any) -> dict[str, Any]:
         """Costs of stages of layers a to b - 1 as `Costs` names them; a and b are any arrays.
 
         The update is the all-reduce of the gradients, as large as the weights, among the replicas
@@ -347,7 +351,7 @@ class Problem:
             "link": link[b],
         }
 
-    def _own(self, choice: Choice, weights: Any, experts: Any) -> Any:
+    def _own(self, choice: TrainingChoice, weights: Any, experts: Any) -> Any:
         """Bytes of a device's part of weights that replicas share out. An expert has fewer copies
         than the other weights."""
         copies = choice.replicas // self.expert
@@ -368,7 +372,7 @@ class Problem:
         blocks = np.clip(b, 1, self.layers - 1) - np.clip(a, 1, self.layers - 1)
         return blocks * 2 * self.model.experts_size / self.expert / tensor
 
-    def _summed(self, choice: Choice, weights: Any, experts: Any, passes: int) -> Any:
+    def _summed(self, choice: TrainingChoice, weights: Any, experts: Any, passes: int) -> Any:
         """Seconds to sum (2 passes) or to gather (1) weights among the replicas and those that
         share a sequence; experts only among their copies."""
         collective, tensor = self._machine.collective, choice.tensor
@@ -378,10 +382,10 @@ class Problem:
         rest = collective(weights - experts, among, tensor, passes)
         return rest + collective(experts, among // self.expert, tensor, passes)
 
-    def _speeds(self, choice: Choice) -> list[float]:
+    def _speeds(self, choice: TrainingChoice) -> list[float]:
         return _speeds(self.machine, choice.home, choice.shared * choice.replicas)
 
-    def of_stages(self, choice: Choice) -> dict[str, Any]:
+    def of_stages(self, choice: TrainingChoice) -> dict[str, Any]:
         """`sizes` of a choice's own stages, with their own links."""
         bounds = np.cumsum((0, *choice.balance))
         sizes = self.sizes(choice, bounds[:-1], bounds[1:])
@@ -392,7 +396,7 @@ class Problem:
             sizes |= {"transfer": transfer, "bandwidth": math.inf, "link": link}
         return sizes
 
-    def costs(self, choice: Choice) -> Costs:
+    def costs(self, choice: TrainingChoice) -> Costs:
         """`of_stages`, for the simulator."""
         sizes = {name: np.asarray(size).tolist() for name, size in self.of_stages(choice).items()}
         del sizes["link"]

@@ -26,11 +26,11 @@ from functools import cache
 import numpy as np
 
 from pipelab.optimize.cut.intervals import split_intervals
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice, Problem
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, Problem, TrainingChoice
 from pipelab.optimize.plan.limits import SLACK, Sizes, counts, held, of_devices, passing, work
 
 
-def fastest_cut(problem: Problem, choice: Choice, memory: float) -> Choice | None:
+def fastest_cut(problem: Problem, choice: TrainingChoice, memory: float) -> TrainingChoice | None:
     """The choice with the fastest cut that needs at most `memory` bytes.
 
     Bytes without the inputs that wait in buffers: these depend on the order of everything.
@@ -59,27 +59,27 @@ def fastest_cut(problem: Problem, choice: Choice, memory: float) -> Choice | Non
     return choice._replace(balance=tuple(balance)) if step < math.inf else None
 
 
-def smallest_cut(problem: Problem, choice: Choice) -> Choice:
+def smallest_cut(problem: Problem, choice: TrainingChoice) -> TrainingChoice:
     """The choice with the cut that needs least memory."""
     need = _bytes(problem, choice, *_every_stage(problem, choice))
     _, balance = split_intervals(need, choice.pipeline * choice.virtual)
     return choice._replace(balance=tuple(balance))
 
 
-def _every_stage(problem: Problem, choice: Choice) -> tuple[Sizes, np.ndarray]:
+def _every_stage(problem: Problem, choice: TrainingChoice) -> tuple[Sizes, np.ndarray]:
     """[a, b]: costs of layers a to b - 1; and whether there are any."""
     cuts = np.arange(problem.layers + 1)
     a, b = cuts[:, None], cuts
     return problem.sizes(choice, a, b), a < b
 
 
-def _all(problem: Problem, choice: Choice) -> Sizes:
+def _all(problem: Problem, choice: TrainingChoice) -> Sizes:
     """Costs of all layers in one stage."""
     return problem.sizes(choice, np.array([0]), np.array([problem.layers]))
 
 
 def _bytes(
-    problem: Problem, choice: Choice, sizes: Sizes, behind: np.ndarray
+    problem: Problem, choice: TrainingChoice, sizes: Sizes, behind: np.ndarray
 ) -> Callable[[int], np.ndarray]:
     """Number of a stage -> [a, b] bytes of a device, inf where there is no layer.
 

@@ -8,12 +8,12 @@ from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import count
 
-from pipelab.optimize.plan.choices import Choice, Problem
+from pipelab.optimize.plan.choices import Problem, TrainingChoice
 from pipelab.optimize.plan.cuts import fastest_cut, smallest_cut
 from pipelab.optimize.plan.estimates import Estimate, estimate
 from pipelab.optimize.plan.limits import SLACK, least_bytes, least_seconds
 
-Allowed = Callable[[Choice], bool]
+Allowed = Callable[[TrainingChoice], bool]
 
 
 class Enumeration:
@@ -21,21 +21,21 @@ class Enumeration:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.estimates: dict[Choice, Estimate] = {}
-        self.seconds: dict[Choice, float] = {}
-        self.bytes: dict[Choice, float] = {}
+        self.estimates: dict[TrainingChoice, Estimate] = {}
+        self.seconds: dict[TrainingChoice, float] = {}
+        self.bytes: dict[TrainingChoice, float] = {}
         for choice in problem.choices():
             self._bound(choice)
         self.fastest_first = sorted(self.seconds, key=self.seconds.__getitem__)
         self.fastest_cut = cache(partial(fastest_cut, problem))
         self.smallest_cut = cache(partial(smallest_cut, problem))
 
-    def _bound(self, choice: Choice) -> None:
+    def _bound(self, choice: TrainingChoice) -> None:
         sizes = self.problem.of_stages(choice)
         self.seconds[choice] = least_seconds(choice, sizes)
         self.bytes[choice] = least_bytes(choice, sizes)
 
-    def estimate(self, choice: Choice) -> Estimate:
+    def estimate(self, choice: TrainingChoice) -> Estimate:
         """Simulate it, once."""
         if choice not in self.estimates:
             self.estimates[choice] = estimate(self.problem, choice)
@@ -45,8 +45,10 @@ class Enumeration:
         """The fastest allowed choice that fits; of equally fast ones that with least memory."""
         fitting: list[Estimate] = []
         fastest = math.inf  # seconds
-        families: set[Choice] = set()  # choices without their balance: their layers were cut
-        cuts: set[Choice] = set()  # what became of them
+        families: set[TrainingChoice] = (
+            set()
+        )  # choices without their balance: their layers were cut
+        cuts: set[TrainingChoice] = set()  # what became of them
         number = count()  # so that equal bounds are taken in this order
         queue = [(self.seconds[choice], next(number), choice) for choice in self.fastest_first]
         while queue:
@@ -67,7 +69,7 @@ class Enumeration:
                     excess = found.memory - memory
             # [3] Cut its layers for this memory, or for less, if that is still too much.
             family = choice._replace(balance=())
-            tries: list[Choice | None] = []
+            tries: list[TrainingChoice | None] = []
             if family not in families:
                 tries = [self.fastest_cut(family, memory)]
             elif choice in cuts and excess:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from pipelab.optimize.bounds import gap_of_longer
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice, Problem
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, Problem, TrainingChoice
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
 from pipelab.optimize.plan.transformer import KEEP
@@ -26,7 +26,7 @@ class Estimate:
     """
 
     problem: Problem
-    choice: Choice
+    choice: TrainingChoice
     step: float
 
     @property
@@ -99,12 +99,12 @@ class Estimate:
         }
 
 
-def estimate(problem: Problem, choice: Choice) -> Estimate:
+def estimate(problem: Problem, choice: TrainingChoice) -> Estimate:
     """Simulate it."""
     return Estimate(problem, choice, steady_seconds(choice, problem.costs(choice)))
 
 
-def table_for(choice: Choice, costs: Costs, whole: bool = True) -> Schedule:
+def table_for(choice: TrainingChoice, costs: Costs, whole: bool = True) -> Schedule:
     """One batch; without a flush four spells, each long enough to fill or drain the pipeline.
 
     whole  False: as many micro-batches as it takes until all repeats
@@ -117,7 +117,7 @@ def table_for(choice: Choice, costs: Costs, whole: bool = True) -> Schedule:
     )
 
 
-def steady_seconds(choice: Choice, costs: Costs) -> float:
+def steady_seconds(choice: TrainingChoice, costs: Costs) -> float:
     """The work of a batch: all actions; without a flush the inner spells', on the slowest device.
 
     Where links are slow enough to set the pace, it is not the same in every batch: a long run takes
@@ -139,6 +139,6 @@ def steady_seconds(choice: Choice, costs: Costs) -> float:
     return max(b - a for a, b in zip(last[0], last[2], strict=True)) / (2 * _spell(choice))
 
 
-def _spell(choice: Choice) -> int:
+def _spell(choice: TrainingChoice) -> int:
     """Batches with at least twice as many micro-batches as the pipeline has devices."""
     return -(-2 * choice.pipeline // choice.microbatches)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, IN_A_V, MADE, Choice
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, IN_A_V, MADE, TrainingChoice
 from pipelab.predict.costs import Recompute
 from pipelab.predict.theory import THEORY
 from pipelab.schedules import make
@@ -21,7 +21,7 @@ SLACK = 1 + 1e-9  # bounds and simulations add up the same numbers in another or
 Sizes = Mapping[str, Any]  # numbers, or arrays of them
 
 
-def work(choice: Choice, sizes: Sizes) -> np.ndarray:
+def work(choice: TrainingChoice, sizes: Sizes) -> np.ndarray:
     """Seconds that each stage computes per batch, its updates left out."""
     m = choice.microbatches
     again = {Recompute.NEVER: 0, Recompute.EXCEPT_LAST: m - 1, Recompute.ALWAYS: m}
@@ -31,7 +31,7 @@ def work(choice: Choice, sizes: Sizes) -> np.ndarray:
     return m * once + again[choice.recompute] * sizes["forward"]
 
 
-def passing(choice: Choice, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+def passing(choice: TrainingChoice, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a micro-batch through each stage and over the link behind it: there, and back."""
     step = sizes["overhead"] + sizes["link"]
     back = sizes["input_grad"] + (0.0 if choice.split else sizes["weight_grad"])
@@ -40,7 +40,7 @@ def passing(choice: Choice, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
     return sizes["forward"] + step, back + step
 
 
-def least_seconds(choice: Choice, sizes: Sizes) -> float:
+def least_seconds(choice: TrainingChoice, sizes: Sizes) -> float:
     """The bound of a batch: warm-up, the work of a device, drain; the longest over the devices.
 
         F0 F1 F2 ...                             device d starts after the forwards of the stages
@@ -69,14 +69,14 @@ def least_seconds(choice: Choice, sizes: Sizes) -> float:
     return float(np.maximum(drained, there + own + updates).max())
 
 
-def least_bytes(choice: Choice, sizes: Sizes) -> float:
+def least_bytes(choice: TrainingChoice, sizes: Sizes) -> float:
     """Bytes of the fullest device, when its first backward starts: all its warm-up is in flight."""
     in_last_chunk = np.arange(len(choice.balance)) >= choice.pipeline * (choice.virtual - 1)
     return float(of_devices(choice, held(choice, sizes, counts(choice), in_last_chunk)).max())
 
 
 def held(
-    choice: Choice, sizes: Sizes, counts: Sequence[Any], backward: np.ndarray | bool
+    choice: TrainingChoice, sizes: Sizes, counts: Sequence[Any], backward: np.ndarray | bool
 ) -> np.ndarray:
     """Bytes of a stage.
 
@@ -93,7 +93,7 @@ def held(
     return size + backward * (weights + activations - kept)
 
 
-def counts(choice: Choice) -> Any:
+def counts(choice: TrainingChoice) -> Any:
     """Per stage: versions of its weights, micro-batches in flight, and those that wait for W."""
     sizes = choice.pipeline, choice.virtual, choice.microbatches
     return _counts(choice.schedule, *sizes, max(choice.pipeline, choice.longest))
@@ -132,6 +132,6 @@ def _counts_of_table(schedule: str, p: int, v: int, m: int) -> Any:
     return np.array([[1] * (p * v), flights, [0] * (p * v)])
 
 
-def of_devices(choice: Choice, stages: np.ndarray) -> np.ndarray:
+def of_devices(choice: TrainingChoice, stages: np.ndarray) -> np.ndarray:
     """The sums of each device's stages."""
     return np.bincount(choice.home, stages, choice.pipeline)
