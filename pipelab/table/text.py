@@ -106,7 +106,7 @@ def parse_table(text: str, name: str, separator: str | None) -> dict[str, Any]:
     if the table has no updates, and empty lines do not count. Raises ScheduleError with the row and
     the cell.
     """
-    if text.count(separator or " ") + text.count("\n") > LARGEST:
+    if separator and text.count(separator) + text.count("\n") > LARGEST:
         raise ScheduleError(f"more than {LARGEST:,} cells: make a size of the table smaller")
     lines = text.splitlines()
     fields = _read_header(lines.pop(0)) if text.startswith("#") else {}
