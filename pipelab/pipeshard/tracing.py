@@ -233,7 +233,8 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
 def _asks_for_values(error: Exception, arguments: Arguments) -> PipeshardError:
     """Python code of the step asks for the value of an array, which is not there yet."""
     what, reason = "an argument", str(error).splitlines()[0].partition(". ")[0].rstrip(".")
-    if found := re.search(r"tracing\.py:\d+ .* the argument values\[(\d+)\]", str(error)):
+    ours = rf"{re.escape(__file__)}:\d+ .* the argument values\[(\d+)\]"  # where the step is called
+    if found := re.search(ours, str(error)):
         trees = jax.tree.unflatten(arguments.tree, arguments.values)
         (argument, *path), value = jax.tree.leaves_with_path(trees)[int(found[1])]
         what = f"argument {argument.idx}{jax.tree_util.keystr(tuple(path))}"

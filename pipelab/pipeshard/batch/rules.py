@@ -210,7 +210,7 @@ def _reduced(result: Result) -> Tag | None:
     if Role.SAMPLES not in result.roles:
         if result.name in ADD:
             why = "adds a sum over the samples to something else (take their mean instead)"
-        if result.name in ("div", "max", "add", "clamp", "gt", "ge", "lt", "eq", "ne"):
+        if result.name in ("div", "max", "add", "clamp", "gt", "ge", "lt", "le", "eq", "ne"):
             why += (
                 "; for a masked mean, return the sum and the weight from the loss, "
                 "value_and_grad(loss, weighted=True)"
