@@ -99,7 +99,7 @@ class Editor(anywidget.AnyWidget):
         if table is not None and sizes:
             raise ScheduleError(f"{', '.join(sizes)}: the table that is given has its sizes")
         if isinstance(table, str):
-            self._open(*_linked(table) if MARK in table else (level_of(table), None))
+            self._open(*(_linked(table) if MARK in table else (level_of(table), None)))
         elif isinstance(table, Schedule):
             task = task_of(table)
             self._open(_sandbox(task), read(task, table.to_csv()))
