@@ -269,7 +269,7 @@ def explain_command(
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """The losses of a run, and what would help.
+    """The losses of a run, and what would help: pipelab.diagnose.
 
     Args:
         traces: JSON of torch.profiler (a file for each rank) or of simulate --trace, or CSV of

@@ -118,7 +118,7 @@ class TrainingFolder(AbstractContextManager):
 
     def _keep_last(self) -> None:
         for path in self.folder.glob("step_*"):
-            if path != self.last and self._owns(path):
+            if path != self.last and self._owns(path) and not _additions(path):
                 # A draft first: if this is killed meanwhile, the next one knows what is left.
                 draft = path.with_name(f".{path.name}.{self.owner}.draft")
                 shutil.rmtree(path.replace(draft))
@@ -136,6 +136,12 @@ class TrainingFolder(AbstractContextManager):
         """Remove the record if it holds nothing."""
         if not self.losses:
             (self.folder / LOSSES).unlink(missing_ok=True)
+
+
+def _additions(checkpoint: Path) -> bool:
+    """Whether somebody has put more into a checkpoint than was written there."""
+    written = re.compile(r"checkpoint\.json|stage_\d+\.pt")
+    return not all(written.fullmatch(path.name) for path in checkpoint.iterdir())
 
 
 @contextmanager
@@ -157,7 +163,8 @@ def _taken(path: Path) -> Any:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
     while True:
-        file = open(path, "a+", opener=opener)  # noqa: SIM115 (closed by who has it)
+        with writing(path):
+            file = open(path, "a+", opener=opener)  # noqa: SIM115 (closed by who has it)
         file.seek(0)
         owner = file.read()
         try:

@@ -45,7 +45,7 @@ class Score(NamedTuple):
         return self.text
 
 
-class Position(NamedTuple):
+class Moment(NamedTuple):
     """What undo goes back to.
 
     helped  whether the coach, or the table of par, had a part in it
@@ -84,8 +84,8 @@ class Editor(anywidget.AnyWidget):
     helped: bool  # whether the coach, or the table of par, had a part in it
     won: dict[str, str]  # levels at par: "own", or "helped"
     _level: Level
-    _past: list[Position]  # for undo
-    _future: list[Position]  # for redo
+    _past: list[Moment]  # for undo
+    _future: list[Moment]  # for redo
     trial: "TryOut | None"  # the last run of this table, if there was one
 
     def __init__(
@@ -99,7 +99,7 @@ class Editor(anywidget.AnyWidget):
         if table is not None and sizes:
             raise ScheduleError(f"{', '.join(sizes)}: the table that is given has its sizes")
         if isinstance(table, str):
-            self._open(*_linked(table) if MARK in table else (level_of(table), None))
+            self._open(*(_linked(table) if MARK in table else (level_of(table), None)))
         elif isinstance(table, Schedule):
             task = task_of(table)
             self._open(_sandbox(task), read(task, table.to_csv()))
@@ -240,16 +240,16 @@ class Editor(anywidget.AnyWidget):
         if hasattr(self, "draft"):
             self._past.append(self._now)
             self._future.clear()
-        self._show(Position(level, opened, False))
+        self._show(Moment(level, opened, False))
         self._marks = self._marks | {"par": False}
         self._refresh()
 
     @property
-    def _now(self) -> Position:
-        return Position(self._level, self.draft, self.helped)
+    def _now(self) -> Moment:
+        return Moment(self._level, self.draft, self.helped)
 
-    def _show(self, position: Position) -> None:
-        self._level, self.draft, self.helped = position
+    def _show(self, moment: Moment) -> None:
+        self._level, self.draft, self.helped = moment
         self.trial = None
 
     def _allowed(self, draft: Draft) -> Draft:
@@ -260,10 +260,10 @@ class Editor(anywidget.AnyWidget):
             self._past.append(self._now)
             self._future.clear()
             shown = helped or self.helped or self._help == "coach" or self._marks["par"]
-            self._show(Position(self._level, draft, shown and draft.count > 0))
+            self._show(Moment(self._level, draft, shown and draft.count > 0))
         self._refresh(text)
 
-    def _back_to(self, kept: list[Position], others: list[Position]) -> None:
+    def _back_to(self, kept: list[Moment], others: list[Moment]) -> None:
         if kept:
             others.append(self._now)
             if kept[-1].level != self._level:

@@ -86,6 +86,9 @@ class Diagnosis:
 def diagnose(timeline: Timeline) -> Diagnosis:
     """A run's losses, by causes that add up to its idle time, and what changes would make of it.
 
+    The command `pipelab explain` prints it; `explain`, the function, compares a run with a
+    prediction.
+
     Every idle instant of a device has one cause. The device's next action can start (`overhead`),
     its input is on its way (`transfer`), or the input is not made yet; then what its maker's device
     does at that instant decides: it computes for a stage (`waiting for stage s`), or is idle itself

@@ -91,7 +91,8 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
     duration, delay, wait, fed = timeline.parts()
     took: dict[Any, list[float]] = defaultdict(list)  # by kind and stage
     on_way: dict[Any, list[float]] = defaultdict(list)  # by link, and whether it was waited for
-    waited: dict[bool, list[float]] = {False: [], True: []}  # whether for the input
+    lost_ready: list[float] = []  # before a start whose input was there already
+    lost_fed: list[float] = []  # before one that had waited for it
     crossing = set(s.crossing)
     for i, (stage, kind, _) in enumerate(s.actions):
         if not warm[i]:
@@ -102,9 +103,9 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
         # First actions wait for no action, and an update may wait for other stages' gradients:
         # neither shows lost time.
         if s.before[i] is not None and (fed[i] or kind is not Kind.U):
-            waited[fed[i]].append(wait[i])
-    lost = _mean(waited[False])
-    extra = max(_mean(waited[True]) - lost, 0.0)
+            (lost_fed if fed[i] else lost_ready).append(wait[i])
+    lost = _mean(lost_ready)
+    extra = max(_mean(lost_fed) - lost, 0.0)
 
     def seconds(kind: Kind) -> list[float]:
         return [_mean(took[kind, stage]) for stage in range(s.stages)]

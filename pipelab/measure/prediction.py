@@ -67,6 +67,9 @@ class Explanation:
 def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) -> Explanation:
     """Attribute what a run took longer than these costs predict to causes, in seconds.
 
+    It compares a run with a prediction; what a run loses by itself `diagnose` tells, which is also
+    what the command `pipelab explain` prints.
+
     The measured run's own costs (`fit`, with one transfer for each link) replace the predicted ones
     step by step. A cause is the change of the makespan that its step makes, in this order:
 
@@ -98,25 +101,29 @@ def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) 
     measured.refuse_transfers("explain")
     spread = _spread([measured, *repeats])
     s, found = measured.schedule, fit_seconds(measured, each_link=True)
-    now = [durations(s, costs), delays(s, costs), waits(s, costs)]
-    predicted = before = lay(s, *now).makespan
+    now = {
+        "duration": durations(s, costs),
+        "delay": delays(s, costs),
+        "wait": waits(s, costs),
+    }
+    predicted = before = lay(s, **now).makespan
     causes = {}
 
-    def exchange(cause: str, part: int, new: Sequence[float], where: Iterable[bool]) -> None:
+    def exchange(cause: str, part: str, new: Sequence[float], where: Iterable[bool]) -> None:
         nonlocal before
         now[part] = [x if here else y for x, y, here in zip(new, now[part], where, strict=True)]
-        makespan = lay(s, *now).makespan
+        makespan = lay(s, **now).makespan
         causes[cause], before = makespan - before, makespan
 
     duration, delay, wait, link = durations(s, found), delays(s, found), waits(s, found), links(s)
     for n in range(s.stages):
-        exchange(f"stage {n}", 0, duration, (a.stage == n for a in s.actions))
+        exchange(f"stage {n}", "duration", duration, (a.stage == n for a in s.actions))
     for n in range(s.stages - 1):
-        exchange(f"link {n}-{n + 1}", 1, delay, (each == n for each in link))
-    exchange("overhead", 2, wait, (True for _ in wait))
+        exchange(f"link {n}-{n + 1}", "delay", delay, (each == n for each in link))
+    exchange("overhead", "wait", wait, (True for _ in wait))
     late = [*map(max, wait, late_starts(measured))]
     for d in range(s.devices):
-        exchange(f"start of device {d}", 2, late, (device == d for device in s.device_of))
+        exchange(f"start of device {d}", "wait", late, (device == d for device in s.device_of))
     if s.batches > 1:
         causes["first batch"] = measured.makespan - before
     causes["unexplained"] = measured.makespan - predicted - sum(causes.values())

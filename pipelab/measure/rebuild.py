@@ -35,10 +35,8 @@ def rebuilt_timeline(
     batch   micro-batches of a batch; None: an update ends a batch
     shared  whether the devices share a clock
     """
-    numbers: dict[bool, list[int]] = {False: [0], True: [0]}  # whether of updates
-    for s in found:
-        numbers[s.action.kind is Kind.U].append(s.action.microbatch)
-    total, updates = 1 + max(numbers[False]), 1 + max(numbers[True])
+    updates = 1 + max((s.action.microbatch for s in found if s.action.kind is Kind.U), default=0)
+    total = 1 + max((s.action.microbatch for s in found if s.action.kind is not Kind.U), default=0)
     batch = batch or (total // updates if total % updates == 0 else total)
     sizes = batch, -(-total // batch), batch
     if isinstance(schedule, Schedule):

@@ -51,9 +51,9 @@ def bubble(
         theory = THEORY.get(name) if definition != "of_span" else None
         simulated, formula = [], {}
         for value in values:
-            m, p, v = (sizes | {over: value}).values()
-            if not takes(name, "virtual"):
-                v = 1
+            size = sizes | {over: value}
+            m, p = size["microbatches"], size["devices"]
+            v = size["virtual"] if takes(name, "virtual") else 1
             try:
                 timeline = simulate(*make_for(name, p, m, Costs(), virtual=v))
             except ScheduleError:

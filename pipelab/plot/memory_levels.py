@@ -18,7 +18,7 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
     shown = [cause for cause, level in levels.items() if any(level)]
     if shown:
         ax.stackplot(
-            [time - m.steps[0].moment.time for time in times],
+            [time - m.steps[0].time for time in times],
             [[held / factor for held in levels[cause]] for cause in shown],
             step="post",
             labels=shown,

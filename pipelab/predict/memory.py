@@ -31,25 +31,19 @@ class Phase(IntEnum):
     ENDS = 3
 
 
-class Moment(NamedTuple):
-    """A time; and among equal ones the action that it is of, and its phase.
-
-    action  by its place in the table, flat, or in its row; -1: from the beginning on
-    """
-
-    time: float
-    action: int
-    phase: Phase
+Order = tuple[int, Phase]  # an action, by its place in the table or in its row, and its moment
+BEFORE_ALL: Order = (-1, Phase.STARTS)
 
 
 class MemoryStep(NamedTuple):
-    """At a moment a device takes `change` bytes more (or fewer) for `cause`, one of MEMORY_CAUSES.
+    """At `time` a device takes `change` bytes more (or fewer) for `cause`, one of MEMORY_CAUSES.
 
-    At one moment what leaves (a change below 0) goes before what comes.
+    order  among steps of one time; what leaves (a change below 0) goes before what comes
     """
 
     device: int
-    moment: Moment
+    time: float
+    order: Order
     cause: str
     change: float
 
@@ -64,7 +58,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         changes = [step for step in self.steps if step.change]
-        changes.sort(key=attrgetter("moment", "change"))
+        changes.sort(key=attrgetter("time", "order", "change"))
         object.__setattr__(self, "steps", changes)
 
     @cached_property
@@ -79,7 +73,7 @@ class Memory:
         held, at = dict.fromkeys(MEMORY_CAUSES, 0.0), {}
         for step in self.of_device[device]:
             held[step.cause] += step.change
-            at[step.moment.time] = [*held.values()]  # the last of a time stays
+            at[step.time] = [*held.values()]  # the last of a time stays
         return [*at], {cause: [x[k] for x in at.values()] for k, cause in enumerate(held)}
 
     def peak(self, cause: str | None = None) -> list[float]:
@@ -129,19 +123,24 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     moments = _moments(timeline)
     for causes in (_constant, _gradients, _versions, _activations, _buffers):
         for cause, stage, size, since, until in causes(timeline.schedule, costs, moments):
-            steps.append(MemoryStep(home[stage], since, cause, size))
+            steps.append(MemoryStep(home[stage], *since, cause, size))
             if until:
-                steps.append(MemoryStep(home[stage], until, cause, -size))
+                steps.append(MemoryStep(home[stage], *until, cause, -size))
     return Memory(timeline.schedule.devices, steps, "simulated")
+
+
+class _Moment(NamedTuple):
+    time: float
+    order: Order
 
 
 class _Moments(NamedTuple):
     """When each action starts, ends, and gets its input (None: from its own device)."""
 
-    begin: Moment
-    starts: list[Moment]
-    ends: list[Moment]
-    arrives: list[Moment | None]
+    begin: _Moment
+    starts: list[_Moment]
+    ends: list[_Moment]
+    arrives: list[_Moment | None]
 
 
 def _moments(timeline: Timeline) -> _Moments:
@@ -155,18 +154,18 @@ def _moments(timeline: Timeline) -> _Moments:
         before = time
     spans = [*enumerate(timeline.spans)]
     return _Moments(
-        Moment(rounded[min(timeline.start)], -1, Phase.STARTS),
-        [Moment(rounded[span.start], i, Phase.STARTS) for i, span in spans],
-        [Moment(rounded[span.end], i, Phase.ENDS) for i, span in spans],
+        _Moment(rounded[min(timeline.start)], BEFORE_ALL),
+        [_Moment(rounded[span.start], (i, Phase.STARTS)) for i, span in spans],
+        [_Moment(rounded[span.end], (i, Phase.ENDS)) for i, span in spans],
         [
-            None if span.arrived is None else Moment(rounded[span.arrived], i, Phase.ARRIVES)
+            None if span.arrived is None else _Moment(rounded[span.arrived], (i, Phase.ARRIVES))
             for i, span in spans
         ],
     )
 
 
 # Each cause yields its name, a stage, bytes, and since when and until when it holds them.
-Held = Iterator[tuple[str, int, float, Moment, Moment | None]]
+Held = Iterator[tuple[str, int, float, _Moment, _Moment | None]]
 
 
 def _constant(s: Schedule, costs: Costs, moments: _Moments) -> Held:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pipelab.predict.memory import Memory, MemoryStep, Moment, Phase
+from pipelab.predict.memory import BEFORE_ALL, Memory, MemoryStep, Phase
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.verdict.certificate import Check
@@ -114,27 +114,26 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
     Activations between the two as the most that was held; an input from its arrival to its action's
     start as a buffer.
     """
-    begin, bounds = Moment(min(timeline.start), -1, Phase.STARTS), timeline.schedule.bounds
+    first, bounds = min(timeline.start), timeline.schedule.bounds
     steps: list[MemoryStep] = []
     for d, record in enumerate(records):
         held, kept = 0, record.at_start
         for cause, level in zip(Bytes._fields, record.at_start, strict=True):
-            steps.append(MemoryStep(d, begin, cause, level))
+            steps.append(MemoryStep(d, first, BEFORE_ALL, cause, level))
         for n, span in enumerate(timeline.spans[bounds[d] : bounds[d + 1]]):
             # [1] an input that came before it was used waits in a buffer
             if span.arrived is not None and span.arrived < span.start:
                 size = record.received[n]
-                arrives = Moment(span.arrived, n, Phase.ARRIVES)
-                starts = Moment(span.start, n, Phase.STARTS)
-                steps.append(MemoryStep(d, arrives, "buffers", size))
-                steps.append(MemoryStep(d, starts, "buffers", -size))
+                arrives, starts = (n, Phase.ARRIVES), (n, Phase.STARTS)
+                steps.append(MemoryStep(d, span.arrived, arrives, "buffers", size))
+                steps.append(MemoryStep(d, span.start, starts, "buffers", -size))
             # [2] all else: the most of the action from its start, what is left from its end
             levels = [("activations", held, record.most[n], record.held[n])]
             for cause, before, after in zip(Bytes._fields, kept, record.kept[n], strict=True):
                 levels.append((cause, before, max(before, after), after))
-            holds, ends = Moment(span.start, n, Phase.HOLDS), Moment(span.end, n, Phase.ENDS)
+            holds, ends = (n, Phase.HOLDS), (n, Phase.ENDS)
             for cause, before, most, after in levels:
-                steps.append(MemoryStep(d, holds, cause, most - before))
-                steps.append(MemoryStep(d, ends, cause, after - most))
+                steps.append(MemoryStep(d, span.start, holds, cause, most - before))
+                steps.append(MemoryStep(d, span.end, ends, cause, after - most))
             held, kept = record.held[n], record.kept[n]
     return Memory(timeline.schedule.devices, steps, "measured")

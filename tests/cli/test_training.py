@@ -218,6 +218,16 @@ def test_a_training_removes_only_what_it_wrote(tmp_path):
     assert {path.parts[0] for path in after} - {path.parts[0] for path in before} == {*own}
 
 
+def test_a_checkpoint_with_something_of_the_callers_is_kept(tmp_path):
+    # Was: it was removed with all that was in it.
+    parts = train(*setting(), tmp_path, every=2, seed=3, check=False)
+    next(parts)
+    (tmp_path / "step_000002" / "notes").write_text("mine")
+    assert [part.steps for part in parts] == [4, 6]
+    assert (tmp_path / "step_000002" / "notes").read_text() == "mine"
+    assert [path.name for path in sorted(tmp_path.glob("step_*"))] == ["step_000002", "step_000006"]
+
+
 @pytest.mark.parametrize("kind", ["folder", "checkpoint", "link"])
 def test_a_checkpoint_replaces_nothing(kind, tmp_path):
     foreign(tmp_path, "step_000004", kind)

@@ -305,8 +305,8 @@ class Problem:
         devices sends its part of a boundary (arXiv 2104.04473, section 4.1); `link` is what a
         micro-batch takes to the next stage, over the slowest link.
         """
-        machine, shared = self._machine, choice.layer
-        totals, profile = self.totals(**shared), self.profile(**shared)
+        machine, layer = self._machine, choice.layer
+        totals, profile = self.totals(**layer), self.profile(**layer)
         scale = choice.microbatch / (profile.samples or 1)  # of a profile there is one: see above
         sizes = {name: totals[name][b] - totals[name][a] for name in ("weights", *PER_SAMPLE)}
         for name in PER_SAMPLE:
@@ -330,7 +330,7 @@ class Problem:
         update = update + 2 * (state + 2 * sizes["weights"]) / machine.hbm
         # [3] one layer, all of it, while it is run again
         if choice.keep != "all":
-            whole = self.profile(**shared | {"keep": "all"}).of("activations")
+            whole = self.profile(**layer | {"keep": "all"}).of("activations")
             state = state + scale * max(whole - profile.of("activations"))
         # [4] messages
         sent = scale * totals["crossing"]

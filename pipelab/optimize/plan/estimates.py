@@ -10,7 +10,6 @@ from pipelab.optimize.bounds import gap_of_longer
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, Problem, TrainingChoice
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
-from pipelab.optimize.plan.transformer import KEEP
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory
 from pipelab.predict.simulate import simulate
@@ -60,8 +59,8 @@ class Estimate:
         Each is what the step, or a bound of it, gains when one more cause is counted.
         """
         problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
-        flat = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
-        machine = replace(
+        no_links = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
+        free = replace(
             problem.machine,
             bandwidth=np.inf,
             inside=np.inf,
@@ -69,18 +68,19 @@ class Estimate:
             latency=0.0,
             overhead=0.0,
         )
-        once = choice._replace(recompute=Recompute.NEVER, keep=KEEP[0])
-        alone = replace(problem, machine=machine).of_stages(once)
-        plain = problem.of_stages(once) | {"overhead": 0.0}
+        once = choice._replace(recompute=Recompute.NEVER, keep="all")
         sizes = problem.of_stages(choice)
-        quick = sizes | {"overhead": 0.0}
+        # Seconds of every stage: its FLOPs alone; with its devices' messages; with recomputation.
+        alone = work(once, replace(problem, machine=free).of_stages(once))
+        plain = work(once, problem.of_stages(once) | {"overhead": 0.0})
+        again = work(choice, sizes | {"overhead": 0.0})
         total = {
-            "compute": work(once, alone).sum() / choice.pipeline,
-            "tensor": work(once, plain).sum() / choice.pipeline,
-            "imbalance": of_devices(choice, work(once, plain)).max(),
-            "recompute": of_devices(choice, work(choice, quick)).max(),
+            "compute": alone.sum() / choice.pipeline,
+            "tensor": plain.sum() / choice.pipeline,
+            "imbalance": of_devices(choice, plain).max(),
+            "recompute": of_devices(choice, again).max(),
             "overhead": of_devices(choice, work(choice, sizes)).max(),
-            "bubble": steady_seconds(choice, flat),
+            "bubble": steady_seconds(choice, no_links),
             "transfer": steady_seconds(choice, replace(costs, update=0.0)),
             "all-reduce": self.step,
         }

@@ -42,8 +42,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         vars(self).update(inside=self.inside or self.bandwidth, spine=self.spine or self.bandwidth)
-        for name, value in [*vars(self).items()][1:]:
-            if not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
+        for name, value in vars(self).items():
+            if name != "name" and not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
                 raise ValueError(f"{name}={value} of {self.name}: give a number above 0")
         if self.share > 1:
             raise ValueError(f"share={self.share} of {self.name}: give at most 1")

@@ -211,6 +211,7 @@ class TorchArithmetic(reference.Arithmetic):
                     x = self.recipe.loss(x, y)
                 if piece.seeds is not None:
                     self.drew |= drew_from(piece.seeds[s], self.device)
+                    self.ever_drew |= self.drew
         mean, count = x if isinstance(x, tuple) else (x, None)
         self.eps_of_loss = torch.finfo(mean.dtype).eps
         return mean, float(samples_of((piece.x, piece.y), TREES) if count is None else count)

@@ -1,6 +1,7 @@
 """A stage of a torch model: the forwards and backwards of its micro-batches."""
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -42,6 +43,14 @@ class _Kept(NamedTuple):
     buffers: Buffers
 
 
+class Aliased(NamedTuple):
+    """An output some of whose leaves, by their numbers, share memory: the next stage may not write
+    into them."""
+
+    value: Any
+    leaves: list[int]
+
+
 class TorchStage(VersionedStage):
     """A stage of a module: the base has its weights, here is what a micro-batch does with them.
 
@@ -58,6 +67,11 @@ class TorchStage(VersionedStage):
         """The stage's output, or None on the last stage, which computes the loss."""
         given = self.fed[microbatch]
         x = given.x if self.first else received
+        shared: list[Tensor] = []
+        if isinstance(x, Aliased):
+            leaves = pytree.tree_leaves(x.value)
+            x, shared = x.value, [leaves[i] for i in x.leaves]
+        versions = [tensor._version for tensor in shared]
         if self.recipe.training and not self.recomputes(microbatch):
             output, self._kept[microbatch] = self._compute(microbatch, x)
         else:
@@ -66,13 +80,24 @@ class TorchStage(VersionedStage):
                 self._keep_input(microbatch, x)
             # On copies: what works in place must not change what the second forward takes.
             copies = pytree.tree_map_only(Tensor, Tensor.clone, (x, given.target))
+            if shared:
+                numbers = [i for i, t in enumerate(pytree.tree_leaves(x)) if _is_in(t, shared)]
+                shared = [pytree.tree_leaves(copies[0])[i] for i in numbers]
+                versions = [tensor._version for tensor in shared]
             with torch.no_grad():
                 output = self._apply(microbatch, *copies)[0]
+        if versions != [tensor._version for tensor in shared]:
+            raise ValueError(
+                "the stage works in place on a tensor that the stage before it outputs more than "
+                "once: let that one output a clone() of it, or this one work on one"
+            )
         # A number on a GPU would have to be waited for: see `update`.
         if self.last and (self._on_cpu or not self.recipe.finite):
             self.check_loss(microbatch)
         self._note_buffers()
-        return self._sent(output)
+        sent = self._sent(output)
+        aliases = [] if self.last or isinstance(output, Tensor) else _aliases(output)
+        return Aliased(sent, aliases) if aliases else sent
 
     # ---- pieces of forwards and backwards
 
@@ -281,3 +306,20 @@ def _check_mean(mean: Any, output: Any) -> None:
             "the loss is detached from the model's output, so that nothing would be trained: "
             "leave out detach(), item() and no_grad() in the loss"
         )
+
+
+def _aliases(output: Any) -> list[int]:
+    """The numbers of the leaves that share memory with another."""
+    spans = []
+    for number, leaf in enumerate(pytree.tree_leaves(output)):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
+            begin = leaf.data_ptr()
+            # One with gaps may lie between others, as the parts of a tensor do.
+            spans.append((begin, begin + (leaf.nbytes if leaf.is_contiguous() else 1), number))
+    spans.sort()
+    pairs = [(a[2], b[2]) for a, b in pairwise(spans) if b[0] < a[1]]
+    return sorted({number for pair in pairs for number in pair})
+
+
+def _is_in(value: Any, tensors: list[Tensor]) -> bool:
+    return any(value is tensor for tensor in tensors)

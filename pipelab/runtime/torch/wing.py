@@ -215,6 +215,15 @@ class TorchWing(Wing):
         index = Index.read(folder)
         return [checkpoint.load_stage(folder, s, index) for s in range(len(self.stages))]
 
+    def check_caller(self) -> None:
+        now = find_autocast(None, self.devices)
+        if now not in (None, self.autocast):
+            raise ValueError(
+                f"this call is in a torch.autocast of {now}, and the Trainer was made without it: "
+                "make the Trainer inside of the torch.autocast too, or give it autocast=torch."
+                "bfloat16"
+            )
+
     def depends_on_cut(self) -> bool:
         return normalizes_batches(self.stages)
 
@@ -259,15 +268,15 @@ def check_stages(stages: Sequence[nn.Module]) -> None:
 
 def check_statistics(stages: Sequence[nn.Module]) -> None:
     """ValueError for a layer in two stages that keeps running statistics: each has its own copy."""
-    owners: dict[nn.Module, int] = {}
+    owners: dict[int, int] = {}  # of the statistics, which two layers may have in common
     for s, stage in enumerate(stages):
         for name, part in stage.named_modules():
-            keeps = part.training and getattr(part, "running_mean", None) is not None
-            if keeps and owners.setdefault(part, s) != s:
+            mean = getattr(part, "running_mean", None) if part.training else None
+            if mean is not None and owners.setdefault(id(mean), s) != s:
                 raise ValueError(
-                    f"stages {owners[part]} and {s} share the {type(part).__name__} {name}, whose "
-                    "running statistics each of them would keep on its own: give each its own "
-                    "layer (copy.deepcopy), or put both uses in one stage"
+                    f"stages {owners[id(mean)]} and {s} share the running statistics of the "
+                    f"{type(part).__name__} {name}, which each of them would keep on its own: give "
+                    "each its own layer (copy.deepcopy), or put both uses in one stage"
                 )
 
 

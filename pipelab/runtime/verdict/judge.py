@@ -55,14 +55,13 @@ def judge(
     rule, reading = _reading_of_part(segment, replicas)
     own = reference(False)
     pieces_from = partial(_pieces, segment, batches, reading, replicas, own)
-    if not draws and not own.draws(next(pieces_from(seed))):
-        seed = None
+    drawing = seed is not None and (draws or own.draws(next(pieces_from(seed))))
     first, stream = next(pieces_from(seed)), pieces_from(seed)
     # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)
     trial = Trial(result, own, truth, first, tolerance)
     whole = _may_be_whole(table, rule, len(reading[0])) and not divided
-    whole = whole and seed is None and not own.remembers([first])
+    whole = whole and not drawing and not own.remembers([first])
     # A layer may insist on a micro-batch's size.
     if whole and (by_microbatches or not truth.takes([_undivided(batches, reading, 0)])):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
@@ -81,6 +80,11 @@ def judge(
         trial.go_on(t + 1, steps, reading[i + 1 :])
     # [4] what the run gives back
     trial.compare_results(replica_steps, saved)
+    if own.arithmetic.ever_drew and not drawing:
+        raise ValueError(
+            "a forward draws random numbers, and the first one drew none, so that what is computed "
+            "again draws others: give the run a seed="
+        )
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
 
 

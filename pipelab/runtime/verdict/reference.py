@@ -56,7 +56,8 @@ class Arithmetic(Protocol):
 
     eps          "NAME of stage S" -> from 1 to the next number in the type of a weight or buffer
     eps_of_loss  the same of the latest loss
-    drew         whether the latest forward of a piece with seeds has drawn random numbers
+    drew         whether the latest forward of a piece with seeds has drawn random numbers;
+                 `ever_drew`: whether any has
     coarsest     the largest eps of what is trained, or of mixed precision
     mixed        the eps of mixed precision, which leaves the optimizer alone; else 0
     computes_in  the name of the precision that it computes in
@@ -70,6 +71,7 @@ class Arithmetic(Protocol):
     eps: dict[str, float]
     eps_of_loss: float
     drew: bool = True
+    ever_drew: bool = False
     coarsest: float
     mixed: float = 0.0
     computes_in: str
