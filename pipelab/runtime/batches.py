@@ -83,8 +83,8 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
     if (samples := sizes.pop()) < pieces:
         raise ValueError(
             f"batch {number} has {samples} samples for {pieces} micro-batches: "
-            "give at least one each, leave it out (a DataLoader's drop_last=True), or train by a "
-            "Trainer with a flush, which cuts a short batch into fewer"
+            "give at least one each, leave it out (a DataLoader's drop_last=True), or use a "
+            "Trainer, which evaluates a short batch, and trains on it by a schedule with a flush"
         )
     # [2] as numpy and torch split what does not divide: sizes differ by one at most
     parts = []
@@ -114,6 +114,15 @@ def check_leaves(leaves: Sequence[Any], where: str) -> None:
 @cache
 def _is_closed(kind: type) -> bool:
     return is_dataclass(kind) or issubclass(kind, Mapping)
+
+
+def repeated(batch: Any, times: int, number: int, trees: Trees) -> tuple[Any, Any]:
+    """A batch with every sample this often, whose mean loss is that of the batch."""
+
+    def more(leaf: Any) -> Any:
+        return leaf[np.repeat(np.arange(len(leaf)), times)] if _cuttable(leaf) else leaf
+
+    return trees.map(more, as_pair(batch, number, trees))
 
 
 def samples_of(piece: Any, trees: Trees) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelab.predict.costs import Recompute
-from pipelab.runtime.batches import Data, as_pair, mean_losses, samples_of
+from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.prepare import Options, Part, Segment
@@ -178,8 +178,12 @@ class Trainer(AbstractContextManager):
             batch, pieces = self._next(iterator, "evaluate")
             if batch is END:
                 return losses
+            if not pieces and batch is not None:  # fewer samples than replicas
+                session = self._session
+                replicas, trees = session.options.replicas, session.wing.trees
+                batch = repeated(batch, replicas, self.number, trees)
             with self._whole():
-                segment = Segment(table, 0, 1, self.number, pieces=pieces)
+                segment = Segment(table, 0, 1, self.number, pieces=pieces or 1)
                 run = self._session.run(segment, {self.number: batch}, check=False)
                 losses += run.losses
 
