@@ -80,12 +80,17 @@ def judge(
         trial.go_on(t + 1, steps, reading[i + 1 :])
     # [4] what the run gives back
     trial.compare_results(replica_steps, saved)
+    _check_draws(own, drawing)
+    return trial.found.verdict(rule, truth.arithmetic.computes_in)
+
+
+def _check_draws(own: Reference, drawing: bool) -> None:
+    """ValueError where later forwards have drawn, and the first one, by which that is known, not."""
     if own.arithmetic.ever_drew and not drawing:
         raise ValueError(
             "a forward draws random numbers, and the first one drew none, so that what is computed "
             "again draws others: give the run a seed="
         )
-    return trial.found.verdict(rule, truth.arithmetic.computes_in)
 
 
 def _undivided(batches: Sequence[Any], reading: Reading, i: int) -> Piece:
