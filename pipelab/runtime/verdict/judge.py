@@ -85,7 +85,7 @@ def judge(
 
 
 def _check_draws(own: Reference, drawing: bool) -> None:
-    """ValueError where later forwards have drawn, and the first one, by which that is known, not."""
+    """ValueError where a later forward drew, and the first one, by which that is known, did not."""
     if own.arithmetic.ever_drew and not drawing:
         raise ValueError(
             "a forward draws random numbers, and the first one drew none, so that what is computed "
