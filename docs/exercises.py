@@ -135,7 +135,7 @@ def no_thread(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
     sys.modules |= dict.fromkeys(ABSENT)  # type: ignore[arg-type]  # importing one fails
     threading.Thread.start = no_thread  # type: ignore[assignment, method-assign]
     print(json.dumps([lacking(asked) for asked in json.load(sys.stdin)]))

@@ -1,12 +1,11 @@
 """GPipe by hand: a model cut into stages, one for each process, and a batch cut into micro-batches.
 
-torchrun --nproc-per-node 2 gpipe.py            # prints the loss of every step
-torchrun --nproc-per-node 2 gpipe.py --check    # and compares its gradients with one device's
+    torchrun --nproc-per-node 2 gpipe.py            # prints the loss of every step
+    torchrun --nproc-per-node 2 gpipe.py --check    # and compares its gradients with one device's
 
-rank 0   F0 F1 F2 F3 .  .  B0 B1 B2 B3 step       F1: forward of micro-batch 1
-rank 1   .  F0 F1 F2 F3 B0 B1 B2 B3 step          B1: its backward
+    rank 0   F0 F1 F2 F3 .  .  B0 B1 B2 B3 step       F1: forward of micro-batch 1
+    rank 1   .  F0 F1 F2 F3 B0 B1 B2 B3 step          B1: its backward
 """
-
 import sys
 from pydoc_data.topics import topics  # the text behind help(): English that ships with Python
 

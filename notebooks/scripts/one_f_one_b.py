@@ -1,12 +1,11 @@
 """1F1B with a flush, by hand: gpipe.py in another order, which holds fewer micro-batches.
 
-torchrun --nproc-per-node 2 one_f_one_b.py          # prints the loss of every step
-torchrun --nproc-per-node 2 one_f_one_b.py --check  # and compares its gradients with one device's
+    torchrun --nproc-per-node 2 one_f_one_b.py          # prints the loss of every step
+    torchrun --nproc-per-node 2 one_f_one_b.py --check  # and compares its gradients with one device's
 
-rank 0   F0 F1 .  B0 F2 B1 F3 B2 .  B3 step       F1: forward of micro-batch 1
-rank 1   .  F0 B0 F1 B1 F2 B2 F3 B3 step          B1: its backward
+    rank 0   F0 F1 .  B0 F2 B1 F3 B2 .  B3 step       F1: forward of micro-batch 1
+    rank 1   .  F0 B0 F1 B1 F2 B2 F3 B3 step          B1: its backward
 """
-
 import sys
 from pydoc_data.topics import topics  # the text behind help(): English that ships with Python
 

@@ -5,7 +5,6 @@
 
 Its schedule is 1F1B with a flush. It needs deepspeed and transformers.
 """
-
 from pydoc_data.topics import topics  # the text behind help(): English that ships with Python
 
 import deepspeed
@@ -17,14 +16,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 steps, size, m, length = 50, 4, 8, 32  # a batch: 8 micro-batches of 4 samples of 32 characters
 config = GPT2Config(
-    vocab_size=256,
-    n_positions=length,
-    n_embd=64,
-    n_layer=8,
-    n_head=4,
-    bos_token_id=None,
-    eos_token_id=None,
-    attn_implementation="sdpa",
+    vocab_size=256, n_positions=length, n_embd=64, n_layer=8, n_head=4,
+    bos_token_id=None, eos_token_id=None, attn_implementation="sdpa",
 )
 
 

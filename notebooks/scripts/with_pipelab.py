@@ -5,7 +5,6 @@
 
 Started again, it goes on from its last checkpoint: stop it whenever you like.
 """
-
 import argparse
 import os
 from pathlib import Path
@@ -29,9 +28,8 @@ devices, m, length = int(os.environ.get("WORLD_SIZE", 2)), 8, 32
 torch.manual_seed(0)
 text = corpus(vocabulary=1024)  # English that ships with Python, in tokens
 layers = gpt2(vocabulary=1024, length=length, width=64, blocks=6)
-stages = split(
-    layers, [len(layers) * (s + 1) // devices - len(layers) * s // devices for s in range(devices)]
-)
+stages = split(layers, [len(layers) * (s + 1) // devices - len(layers) * s // devices
+                        for s in range(devices)])
 
 
 # [2] The data: shuffled by a seed, since all ranks have to draw the same. The last batch of an

@@ -1,7 +1,7 @@
 """The SPMD pipeline: equal to the plain stack of stages, with the simulator's bubble."""
 
-from functools import os
-
+import os
+from functools 
 import jax
 import jax.numpy as jnp
 import numpy as np

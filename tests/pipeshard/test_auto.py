@@ -658,8 +658,8 @@ def test_the_plan_shows_itself(capsys):
 
 def test_the_picture_of_a_plan():
     devices = np.array(jax.devices())
-    meshes = [devices[4:6].reshape(2, 1), devices[6:].reshape(1, 2), devices[:4].reshape(2, 2)]
-    plan = AutoPlan([[0, 1], [2], [3, 4]], meshes, cluster=devices.reshape(2, 4))
+    of_stages = [devices[4:6].reshape(2, 1), devices[6:].reshape(1, 2), devices[:4].reshape(2, 2)]
+    plan = AutoPlan([[0, 1], [2], [3, 4]], of_stages, cluster=devices.reshape(2, 4))
     ax = meshes.stage_plan(plan)
     words = [text.get_text() for text in ax.texts]
     assert sorted(words) == sorted(
