@@ -1,11 +1,11 @@
 """The SPMD pipeline: equal to the plain stack of stages, with the simulator's bubble."""
 
 import os
-from functools 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
