@@ -26,6 +26,7 @@ from torch.nn import functional as F
 import pipelab
 from pipelab import Action, Costs, Kind, Reads, Recompute, RunError, Schedule, make, run, simulate
 from pipelab.models import mlp, split
+from pipelab.runtime import wings
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.torch.weights import VersionedStage
@@ -481,7 +482,8 @@ def test_an_interrupt_of_the_first_run_comes_after_its_imports(module, monkeypat
             done.append(name)
         return load(name, *rest)
 
-    for owner, name in ((builtins, "__import__"), (pipelab, "import_module")):
+    ways = (builtins, "__import__"), (pipelab, "import_module"), (wings, "import_module")
+    for owner, name in ways:
         monkeypatch.setattr(owner, name, partial(interrupted, getattr(owner, name)))
     with pytest.raises(KeyboardInterrupt) as stop:
         pipelab.run(make("gpipe", 1, 1), stages(1), batches(1), F.mse_loss, SGD)
