@@ -7,7 +7,6 @@ whatever its bytes, and a stage has its share of that.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add, attrgetter, sub
@@ -22,17 +21,16 @@ from pipelab.table.validate import check_type
 MEMORY_CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
 
 
-class Phase(IntEnum):
-    """The moments of an action, in their order where all of them are one time."""
-
-    ARRIVES = 0  # its input, by a message
-    STARTS = 1  # and that input leaves its buffer
-    HOLDS = 2  # what it needs and makes
-    ENDS = 3
+# The phases of an action: its input arrives; it starts, and the input leaves its buffer; it holds
+# what it needs and makes; it ends.
+ARRIVES, STARTS, HOLDS, ENDS = range(4)
+BEFORE_ALL = -1
 
 
-Order = tuple[int, Phase]  # an action, by its place in the table or in its row, and its moment
-BEFORE_ALL: Order = (-1, Phase.STARTS)
+def order_of(action: int, phase: int) -> int:
+    """The place, among what happens at one time, of an action's phase; actions count in a table or
+    a row. A number: with tuples a memory would take twice the time."""
+    return 4 * action + phase
 
 
 class MemoryStep(NamedTuple):
@@ -43,7 +41,7 @@ class MemoryStep(NamedTuple):
 
     device: int
     time: float
-    order: Order
+    order: int
     cause: str
     change: float
 
@@ -129,9 +127,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     return Memory(timeline.schedule.devices, steps, "simulated")
 
 
-class _Moment(NamedTuple):
-    time: float
-    order: Order
+_Moment = tuple[float, int]  # a time, and the order there
 
 
 class _Moments(NamedTuple):
@@ -154,11 +150,11 @@ def _moments(timeline: Timeline) -> _Moments:
         before = time
     spans = [*enumerate(timeline.spans)]
     return _Moments(
-        _Moment(rounded[min(timeline.start)], BEFORE_ALL),
-        [_Moment(rounded[span.start], (i, Phase.STARTS)) for i, span in spans],
-        [_Moment(rounded[span.end], (i, Phase.ENDS)) for i, span in spans],
+        (rounded[min(timeline.start)], BEFORE_ALL),
+        [(rounded[span.start], order_of(i, STARTS)) for i, span in spans],
+        [(rounded[span.end], order_of(i, ENDS)) for i, span in spans],
         [
-            None if span.arrived is None else _Moment(rounded[span.arrived], (i, Phase.ARRIVES))
+            None if span.arrived is None else (rounded[span.arrived], order_of(i, ARRIVES))
             for i, span in spans
         ],
     )
@@ -221,7 +217,7 @@ def _buffers(s: Schedule, costs: Costs, moments: _Moments) -> Held:
     boundary = costs.of("boundary", s.stages)
     for i in s.crossing:
         arrived, start = moments.arrives[i], moments.starts[i]
-        if arrived and arrived.time < start.time:
+        if arrived and arrived[0] < start[0]:
             stage, kind, _ = s.actions[i]
             size = boundary[stage if kind is Kind.F else stage + 1]
             yield "buffers", stage, size, arrived, start

@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pipelab.predict.memory import BEFORE_ALL, Memory, MemoryStep, Phase
+from pipelab.predict.memory import (
+    ARRIVES,
+    BEFORE_ALL,
+    ENDS,
+    HOLDS,
+    STARTS,
+    Memory,
+    MemoryStep,
+    order_of,
+)
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.verdict.certificate import Check
@@ -124,14 +133,14 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
             # [1] an input that came before it was used waits in a buffer
             if span.arrived is not None and span.arrived < span.start:
                 size = record.received[n]
-                arrives, starts = (n, Phase.ARRIVES), (n, Phase.STARTS)
+                arrives, starts = order_of(n, ARRIVES), order_of(n, STARTS)
                 steps.append(MemoryStep(d, span.arrived, arrives, "buffers", size))
                 steps.append(MemoryStep(d, span.start, starts, "buffers", -size))
             # [2] all else: the most of the action from its start, what is left from its end
             levels = [("activations", held, record.most[n], record.held[n])]
             for cause, before, after in zip(Bytes._fields, kept, record.kept[n], strict=True):
                 levels.append((cause, before, max(before, after), after))
-            holds, ends = (n, Phase.HOLDS), (n, Phase.ENDS)
+            holds, ends = order_of(n, HOLDS), order_of(n, ENDS)
             for cause, before, most, after in levels:
                 steps.append(MemoryStep(d, span.start, holds, cause, most - before))
                 steps.append(MemoryStep(d, span.end, ends, cause, after - most))
