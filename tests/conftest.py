@@ -42,6 +42,13 @@ def tables(draw, names=tuple(name for name in THEORY if name not in V), largest=
     return make(name, p, m, virtual=v, batches=batches), p, m, v, batches
 
 
+@pytest.fixture
+def short_path():
+    """A new folder, of a path short enough for a socket's: pytest's own may not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
 def thorough(*cases):
     """More cases of a parametrized test, which only `make test-all` tries."""
     several = [case if isinstance(case, tuple) else (case,) for case in cases]

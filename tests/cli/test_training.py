@@ -411,14 +411,13 @@ def test_a_training_that_cannot_be_touches_nothing(options, tmp_path, capsys):
         assert shot(tmp_path) == before and os.listdir(tmp_path) == ["step_000777"]
 
 
-def test_kill_leaves_what_can_be_gone_on_with_and_nothing_else(tmp_path):
+def test_kill_leaves_what_can_be_gone_on_with_and_nothing_else(tmp_path, short_path):
     """Also where Ctrl-C is ignored, as for what a script starts in the background."""
-    (tmp_path / "temporary").mkdir()
     command = [*COMMAND[:-1], "200", "--every", "1", "--length", "8", "--backend", "processes"]
     process = subprocess.Popen(
         [sys.executable, "-m", "pipelab", *command, "--save", "R"],
         cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"TMPDIR": str(short_path), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -428,7 +427,7 @@ def test_kill_leaves_what_can_be_gone_on_with_and_nothing_else(tmp_path):
     process.terminate()
     _, errors = process.communicate()
     assert (process.returncode, errors) == (130, "pipelab train: interrupted\n")
-    assert os.listdir(tmp_path / "temporary") == []
+    assert os.listdir(short_path) == []
     done = len(json.loads((tmp_path / "R" / "losses.json").read_text())["losses"])
     assert sorted(os.listdir(tmp_path / "R")) == ["losses.json", f"step_{done:06}"]
 

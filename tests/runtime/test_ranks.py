@@ -124,19 +124,19 @@ with pipelab.Trainer(*given, backend="processes", check=False) as trainer:
 """
 
 
-def test_a_caller_that_is_killed_leaves_no_file(tmp_path):
+def test_a_caller_that_is_killed_leaves_no_file(short_path):
     # Was: the folder with the fork server's address.
-    where = ENVIRONMENT | {"TMPDIR": str(tmp_path)}
+    where = ENVIRONMENT | {"TMPDIR": str(short_path)}
     command = [sys.executable, "-c", ENDLESS]
     caller = subprocess.Popen(command, env=where, stdout=subprocess.PIPE, text=True)
     try:
         assert caller.stdout.readline() == "1\n"
-        assert any(tmp_path.glob("pymp-*")) and any(tmp_path.glob("pipelab-*"))
+        assert any(short_path.glob("pymp-*")) and any(short_path.glob("pipelab-*"))
     finally:
         caller.kill()
         caller.wait()
     deadline = time.monotonic() + GUARD
-    while left := {*tmp_path.iterdir()} - {*tmp_path.glob("torchinductor_*")}:
+    while left := {*short_path.iterdir()} - {*short_path.glob("torchinductor_*")}:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 

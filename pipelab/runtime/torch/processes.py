@@ -180,6 +180,14 @@ def _start_server() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
+    except OSError as error:
+        if "path too long" not in str(error):
+            raise
+        folder = tempfile.gettempdir()
+        raise ValueError(
+            f"processes meet at a socket in the folder for temporary files, and the path of "
+            f"{folder} is too long for one: set TMPDIR to a shorter path"
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -374,13 +374,13 @@ print(run.check.passed)
 """
 
 
-def start(tmp_path, *arguments):
+def start(short_path, *arguments):
     """A script without a main guard, which defines its own models, in a session of its own."""
-    script = tmp_path / "script.py"
+    script = short_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[3]),
-        "TMPDIR": str(tmp_path),
+        "TMPDIR": str(short_path),
     }
     return subprocess.Popen(
         [sys.executable, str(script), *arguments],
@@ -404,16 +404,16 @@ def members(session):
     return found
 
 
-def test_models_and_functions_of_a_script_without_a_guard(tmp_path):
-    process = start(tmp_path, "go")
+def test_models_and_functions_of_a_script_without_a_guard(short_path):
+    process = start(short_path, "go")
     out, err = process.communicate(timeout=120)
     assert (out, process.returncode) == ("True\n", 0), err
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, tmp_path):
-    process = start(tmp_path, "wait")
-    logs = lambda: [p for p in tmp_path.glob("pipelab-*/log*") if p.read_text()]  # noqa: E731
+def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, short_path):
+    process = start(short_path, "wait")
+    logs = lambda: [p for p in short_path.glob("pipelab-*/log*") if p.read_text()]  # noqa: E731
     deadline = time.monotonic() + GUARD
     while not logs() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -426,7 +426,17 @@ def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, tmp_path)
     while members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert members(process.pid) == []
-    assert list(tmp_path.glob("pipelab-*")) == []
+    assert list(short_path.glob("pipelab-*")) == []
+
+
+def test_a_folder_with_too_long_a_path_for_a_socket_is_named(short_path):
+    # Was: OSError: AF_UNIX path too long.
+    deep = short_path / ("x" * 100)
+    deep.mkdir()
+    process = start(deep, "go")
+    _, err = process.communicate(timeout=GUARD)
+    assert f"{deep} is too long for one: set TMPDIR to a shorter path" in err.splitlines()[-1]
+    assert process.returncode == 1 and [path.name for path in deep.iterdir()] == ["script.py"]
 
 
 def test_a_rank_ends_quietly_if_its_caller_was_interrupted_meanwhile(tmp_path):
