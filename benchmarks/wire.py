@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +27,7 @@ from measure import (
 from peers import DEFAULT as PEERS
 from peers import SGD, Case, vectors
 from pipelab import make, run
-from pipelab.runtime.torch.pipes import Pipe
 from ranks import Run, on_ranks
-
-KIB = 1024
 
 
 class Sizes(NamedTuple):
@@ -44,15 +39,13 @@ class Sizes(NamedTuple):
     microbatches: int = 8
     batches: int = 24
     empty: int = 64  # micro-batches of empty actions
-    messages: Sequence[int] = (1, 64, 1024, 8192)  # KiB, beside those of the cases
-    rounds: int = 100
 
 
 DEFAULT = Sizes()
 
 
 def report(repeats: int = 5, sizes: Sizes = DEFAULT) -> str:
-    """Empty actions, batches beside torch's runtime, and shared memory, as a Markdown page."""
+    """Empty actions, and batches beside torch's runtime, as a Markdown page."""
     runs, here = _runs(sizes), machine("torch")
     with one_thread():
         turns = {
@@ -63,9 +56,8 @@ def report(repeats: int = 5, sizes: Sizes = DEFAULT) -> str:
             "# Messages between processes",
             here,
             paragraph(
-                "Every rank computes with one thread. Ranks are processes that pipelab starts, "
-                "whose messages go by pipes and torch's over gloo, on loopback; or torchrun's, "
-                "where both go over gloo. "
+                "Every rank computes with one thread. Ranks are processes that pipelab or torchrun "
+                "starts; all messages, ours and torch's, go over gloo on loopback. "
                 f"There are {cores()} cores: more ranks than cores share them, which shows what "
                 "contention does, not what a pipeline gains. A run's time is the median of its "
                 f"batches but the first; figures are the median (least-most) of {repeats} runs in "
@@ -73,7 +65,6 @@ def report(repeats: int = 5, sizes: Sizes = DEFAULT) -> str:
             ),
             *_empty_actions(repeats, sizes, turns["torchrun"][0]),
             *_beside_torch(runs, turns),
-            *_shared_memory(repeats, sizes),
         )
 
 
@@ -217,120 +208,10 @@ def _beside_torch(runs: Sequence[Run], started: Mapping[str, Sequence[Any]]) -> 
             "is that of one turn, the mean of ours over torch's: below 1, pipelab is faster. A/A "
             "is our second run of a turn over the first: what is noise. Nothing is checked while "
             "it is timed, and torch's runs without hooks. Started by pipelab, each run has new "
-            "processes; by torchrun, all runs are in the same ones, and pipelab's messages go over "
-            "gloo too."
+            "processes; by torchrun, all runs are in the same ones."
         ),
         table((*header, "ratio", "A/A"), rows),
     ]
-
-
-# ---- shared memory
-
-
-class Shared:
-    """An end of two buffers in shared memory, one each way; a byte by pipes says: it is full.
-
-    copied  whether a reader takes a copy, so that the next message may come while it is used
-    """
-
-    def __init__(
-        self, reader: Connection, writer: Connection, mine: Tensor, others: Tensor, copied: bool
-    ) -> None:
-        self.reader, self.writer = reader, writer
-        self.mine, self.others, self.copied = mine, others, copied
-
-    def write(self, message: Tensor) -> None:
-        self.mine.copy_(message)
-        self.writer.send_bytes(b"!")
-
-    def read(self) -> Tensor:
-        self.reader.recv_bytes()
-        return self.others.clone() if self.copied else self.others
-
-
-def seconds_one_way(how: str, size: int, rounds: int) -> float:
-    """Half of a round trip between two processes, for a tensor of `size` bytes: the median."""
-    message, there, back = (torch.zeros(size // 4).share_memory_() for _ in range(3))
-    (at_near, from_far), (at_far, from_near) = (multiprocessing.Pipe(False) for _ in range(2))
-    of_near, of_far = (at_near, from_near), (at_far, from_far)
-    far: Callable[[], Any]
-    if how == "pipe":
-        far = partial(Pipe, *of_far)
-    else:
-        copied = how == "shared memory, copied out"
-        far = partial(Shared, *of_far, back, there, copied)
-    other = multiprocessing.get_context("fork").Process(target=_echo, args=(far, rounds))
-    other.start()
-    # A pipe has a thread, which a process that is forked later would not have.
-    near: Any
-    near = Pipe(*of_near) if how == "pipe" else Shared(*of_near, there, back, copied)
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        near.write(message)
-        near.read()
-        seconds.append((time.perf_counter() - began) / 2)
-    other.join()
-    for end in (*of_near, *of_far):
-        end.close()
-    return statistics.median(seconds)
-
-
-def _echo(make_end: Callable[[], Any], rounds: int) -> None:
-    end = make_end()
-    for _ in range(rounds):
-        end.write(end.read())
-
-
-WAYS = ("pipe", "shared memory, copied out", "shared memory, used in place")
-
-
-def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
-    m, count = sizes.microbatches, sizes.batches
-    messages = {case.batch(case.samples)[0].nbytes: case for case in sizes.cases}
-    rows = []
-    for size in sorted({*messages, *(kib * KIB for kib in sizes.messages)}):
-        calls = [partial(seconds_one_way, how, size, sizes.rounds) for how in WAYS]
-        case = messages.get(size)
-        if case:
-            calls.append(partial(batch_of_ours, case, "pipedream_flush", 2, m, count))
-        found = in_turn(calls, repeats, warm_up=0)
-        by_pipe, copied = found[:2]
-        saved = [a - b for a, b in zip(by_pipe, copied, strict=True)]
-        share = f"{2 * m * statistics.median(saved) / statistics.median(found[-1]):.1%}"
-        rows.append(
-            (
-                f"{size / KIB:g} KiB",
-                *(spread(seconds, ".0f", 1e-6) for seconds in found[: len(WAYS)]),
-                f"{size / statistics.median(by_pipe) / 1e9:.2f}",
-                spread(saved, ".0f", 1e-6),
-                f"{share} ({case.name})" if case else "",
-            )
-        )
-    ways = [f"{how} (µs)" for how in WAYS]
-    return [
-        "## Shared memory",
-        paragraph(
-            "What would it give between processes of one machine? Half of a round trip of a "
-            f"tensor, the median of {sizes.rounds}: by our pipe, pickle and all; through a "
-            "buffer in shared memory, of which a byte by another pipe says that it is full, and "
-            "which the reader copies out; and without that copy, where the sender must not write "
-            "again before the reader is done with it. Saved: copied out against the pipe. Its "
-            f"share of a batch is the most that it can be: 2 m messages of 1F1B on two ranks, m = "
-            f"{m}, as if every one was waited for."
-        ),
-        table(("message", *ways, "pipe (GB/s)", "saved (µs)", "share of a batch"), rows),
-        paragraph(DECISION),
-    ]
-
-
-DECISION = (
-    "Not adopted. The share is a bound: messages that come before they are waited for cost a rank "
-    "no time but their reading. The byte that wakes the reader stays, and part of what is saved on "
-    "a small message is its pickle, which a fixed header would save in a pipe too. Buffers in "
-    "shared memory would need an owner, a count of their readers and somebody who removes them "
-    "when a rank is killed."
-)
 
 
 if __name__ == "__main__":

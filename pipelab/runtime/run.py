@@ -60,10 +60,10 @@ def run(
                schedulers, which step after each update; called once per stage. For jax: an optax
                transformation. It sees one stage: for a norm over all of them there is `clip`, not
                optax.clip_by_global_norm
-    backend    "threads" of this process, or "processes", one a device, connected by pipes.
-               Default: threads; in a process that torchrun or another launcher started, that
-               process is one of the ranks (messages over gloo, or NCCL where every rank has a GPU
-               of its own). "jax": threads, with jitted stages; after jax.distributed.initialize,
+    backend    "threads" of this process, or "processes" of this machine, one a device (messages
+               over gloo). Default: threads; in a process that torchrun or another launcher
+               started, that process is one of the ranks (messages over gloo, or NCCL where every
+               rank has a GPU of its own). "jax": threads, with jitted stages; after jax.distributed.initialize,
                over all processes, which all make this call. Its heartbeat_timeout_seconds (100) has
                to be above `timeout`: a process that hangs is ended by it, without a RunError
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its

@@ -18,7 +18,7 @@ from pipelab.runtime.worker import Job, Order, Outcome, Worker
 LOOK = 0.25  # seconds between two looks at how far others are
 Orders = SimpleQueue[Order | None]  # None is the end
 Digests = Callable[[], Mapping[str, str | None]]
-BEFORE, AFTER = -1, -2  # marks of a rank before its first and after its last action
+STARTS, BEFORE, AFTER = -1, -2, -3  # marks of a rank around its actions
 
 
 class RankJob(Protocol):
@@ -33,7 +33,7 @@ class RankJob(Protocol):
 
 def place(job: RankJob, mark: int) -> str:
     """Where a rank is, by its latest progress mark."""
-    known = {BEFORE: "(before the first)", AFTER: "(after the last)"}
+    known = {STARTS: "(starting)", BEFORE: "(before the first)", AFTER: "(after the last)"}
     return known.get(mark) or job.doing(mark)
 
 

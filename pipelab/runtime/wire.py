@@ -4,13 +4,11 @@ import io
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
 from typing import Any, Protocol
 
 import cloudpickle
 
-from pipelab.runtime.stage import Device
-from pipelab.runtime.transport import Key, Message, Transport, add_up
+from pipelab.runtime.transport import Key, Message, Transport
 from pipelab.runtime.worker import Job
 
 AT_ONCE = 1e-4  # seconds: a receive that takes less did not wait
@@ -44,13 +42,6 @@ def pairs_of_ranks(job: Job) -> list[Ends]:
         rows |= {(s.placement[stage], s.placement[other]) for other in others}
     pairs = {(a * count + r, b * count + r) for a, b in rows for r in range(count)}
     return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
-
-
-def pairs_of_replicas(job: Job) -> list[Ends]:
-    """Ranks of the same row, which send each other sums."""
-    count = job.replicas
-    every = combinations(range(job.schedule.devices * count), 2)
-    return [(a, b) for a, b in every if a // count == b // count]
 
 
 class _Apart(cloudpickle.Pickler):
@@ -145,17 +136,6 @@ class Wire(Transport):
                 at = now - self.began
             box[found] = Message(payload, at)
         return box.pop(key)
-
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
-        # They tell each other the same things in the same order, so that no key is needed.
-        first = device * self._job.replicas
-        ranks = range(first, first + self._job.replicas)
-        links = [self._links.get((first + self._job.replica, other)) for other in ranks]
-        own = home.give(parts)
-        for link in filter(None, links):
-            self._unless_ended(link.write, (key, own, 0.0))
-        received = (self._unless_ended(link.read)[1] if link else own for link in links)
-        return add_up(map(home.take, received))
 
     def abort(self) -> None:
         super().abort()

@@ -78,8 +78,6 @@ def test_messages_beside_torchs():
                 microbatches=4,
                 batches=2,
                 empty=4,
-                messages=(1, 4),
-                rounds=3,
             ),
         )
     )
@@ -96,8 +94,6 @@ def test_messages_beside_torchs():
         ours, theirs = numbers(row["pipelab (ms)"]), numbers(row["torch (ms)"])
         assert numbers(row["ratio"]) == pytest.approx(ours / theirs, abs=0.02, rel=0.02)
         assert numbers(row["A/A"]) > 0
-    for row in tables["Shared memory"]:
-        assert all(numbers(row[f"{way} (µs)"]) > 0 for way in wire.WAYS)
 
 
 @pytest.mark.thorough

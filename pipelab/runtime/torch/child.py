@@ -23,26 +23,22 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from pipelab.runtime.threads import Orders, RankJob, Threads
+from pipelab.runtime.threads import BEFORE, Orders, RankJob, Threads
 from pipelab.runtime.torch import settings
-from pipelab.runtime.torch.groups import FOREVER
-from pipelab.runtime.torch.pipes import Pipe
+from pipelab.runtime.torch.groups import FOREVER, GroupWire
 from pipelab.runtime.transport import Lost
-from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job, Outcome, RunError, told
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class Connected(NamedTuple):
-    """What connects a rank to the others.
+    """What a rank shares with the others.
 
-    pipes   from each other rank, and to it: this rank's ends of them
     ready   when each rank was, on the clock of all processes; 0 before
     folder  of all, for files; there until the ranks are killed
     """
 
-    pipes: dict[int, tuple[Connection, Connection]]
     ready: Any
     folder: str
 
@@ -86,6 +82,8 @@ def rank_process(connection: Connection, rank: int, marks: Any, connected: Conne
             torch.set_num_threads(1)  # the ranks share this machine's cores
         _keep_freed_memory()
         try:
+            _join(rank, connected)
+            marks[rank] = BEFORE
             for outcome in work(job, partial(marks.__setitem__, rank), connected, orders):
                 _send(connection, outcome)
                 del outcome
@@ -111,7 +109,7 @@ def perform(
             time.sleep(1e-3)
         return max(connected.ready) + 0.01
 
-    wire = Wire(job, {(job.rank, r): Pipe(*ends) for r, ends in connected.pipes.items()})
+    wire = GroupWire(job, [""] * len(connected.ready))
     rank = Threads()
     rank.start([job], [wire] * job.replicas, lambda _: progress, began)
     while order := orders.get():
@@ -120,21 +118,20 @@ def perform(
         yield from rank.collect()
 
 
-def in_a_group(
-    work: Callable[..., Any],
-    count: int,
-    job: RankJob,
-    progress: Callable[[int], None],
-    connected: Connected,
-    orders: Orders,
+def perform_once(
+    work: Callable[..., Any], job: RankJob, progress: Callable[[int], None], *_: Any
 ) -> Iterator[Any]:
-    """work(job, progress), once, where torch.distributed connects all `count` ranks."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meeting = f"file://{connected.folder}/rendezvous"
-    dist.init_process_group(
-        "gloo", init_method=meeting, world_size=count, rank=job.rank, timeout=FOREVER
-    )
+    """work(job, progress), alone."""
     yield work(job, progress)
+
+
+def _join(rank: int, connected: Connected) -> None:
+    """Join the process group of all ranks."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting, count = f"file://{connected.folder}/rendezvous", len(connected.ready)
+    dist.init_process_group(
+        "gloo", init_method=meeting, world_size=count, rank=rank, timeout=FOREVER
+    )
 
 
 # ---- between it and its parent

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipelab.runtime.stage import Device
-from pipelab.runtime.torch.pipes import as_bytes, dense, empty, like, tensors_of
+from pipelab.runtime.torch.packing import as_bytes, dense, empty, like, tensors_of
 from pipelab.runtime.transport import Key, Lost, lost
 from pipelab.runtime.wire import Ends, Link, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
@@ -288,7 +288,7 @@ def _wait(work: Any) -> None:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """The bytes of a dense tensor on the CPU; `memory_of` gives what keeps it, and takes longer."""
+    """The bytes of a dense tensor on the CPU, which the caller keeps: numpy takes longer."""
     return (c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 

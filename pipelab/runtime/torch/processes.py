@@ -28,16 +28,15 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.threads import (
-    BEFORE,
+    STARTS,
     RankJob,
     Threads,
     no_progress,
     place,
 )
-from pipelab.runtime.torch.child import Connected, Failure, in_a_group, perform, rank_process
+from pipelab.runtime.torch.child import Connected, Failure, perform, perform_once, rank_process
 from pipelab.runtime.torch.settings import settings
 from pipelab.runtime.torch.state import Compiled, compile_as, compiled_in
-from pipelab.runtime.wire import Ends, pairs_of_ranks, pairs_of_replicas
 from pipelab.runtime.worker import Job, Order, Outcome, RunError
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.child"]
@@ -54,8 +53,7 @@ class Processes(Threads):
         self.all = ExitStack()
 
     def start(self, jobs: Sequence[Job], *_: Any) -> None:
-        pairs = pairs_of_ranks(jobs[0]) + pairs_of_replicas(jobs[0])
-        self.running = self.all.enter_context(_started(jobs, perform, pairs))
+        self.running = self.all.enter_context(_started(jobs, perform))
 
     def submit(self, orders: Sequence[Order]) -> None:
         for rank, order in zip(self.running, orders, strict=True):
@@ -69,7 +67,7 @@ class Processes(Threads):
 
 
 def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: float) -> list:
-    """work(job, progress) for every job in a process of its own, connected by torch.distributed.
+    """work(job, progress) for every job in a process of its own, in one process group of torch's.
 
     When a rank raises or dies, or no action ends anywhere within `timeout` seconds, all are killed,
     what they printed is written out in the order of ranks, and one RunError names the device, its
@@ -77,31 +75,29 @@ def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: fl
     notebook's cells work. `progress` takes a number, whose meaning the job knows; each call shows
     that the rank gets on.
     """
-    with _started(jobs, partial(in_a_group, work, len(jobs))) as ranks:
+    with _started(jobs, partial(perform_once, work)) as ranks:
         return _collect(ranks, timeout)
 
 
 @contextmanager
 def _started(
-    jobs: Sequence[RankJob], work: Callable[..., Iterator[Any]], pairs: Sequence[Ends] = ()
+    jobs: Sequence[RankJob], work: Callable[..., Iterator[Any]]
 ) -> Iterator[list["_Rank"]]:
-    """The ranks, until they are killed; each does work(job, progress, connected, orders).
-
-    pairs  of ranks, which are connected by pipes
-    """
+    """The ranks, until they are killed; each does work(job, progress, connected, orders)."""
     with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
         folder = Path(name)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        marks = context.RawArray("q", [BEFORE] * len(jobs))  # of progress, in shared memory
+        marks = context.RawArray("q", [STARTS] * len(jobs))  # of progress, in shared memory
         ranks = []
         try:
-            with _main_hidden(), _connected(context, len(jobs), pairs, name) as connected:
+            connected = Connected(context.RawArray("d", len(jobs)), name)
+            with _main_hidden():
                 _start_server()
-                for job, of_job in zip(jobs, connected, strict=True):
+                for job in jobs:
                     # It may raise: before the process is there.
                     packed = _dumps((job, work, _registered(), settings()))
-                    ranks.append(_start(context, job, marks, of_job))
+                    ranks.append(_start(context, job, marks, connected))
                     ranks[-1].connection.send_bytes(packed)
             yield ranks
         finally:
@@ -156,22 +152,6 @@ class _Remote(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-@contextmanager
-def _connected(
-    context: Any, count: int, pairs: Sequence[Ends], folder: str
-) -> Iterator[Sequence[Connected]]:
-    """What each rank is connected by; in this process it is open until all have been started."""
-    ready = context.RawArray("d", count)
-    ranks = [Connected({}, ready, folder) for _ in range(count)]
-    with ExitStack() as ends:
-        for a, b in pairs:
-            (from_b, to_a), (from_a, to_b) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-            ranks[a].pipes[b], ranks[b].pipes[a] = (from_b, to_b), (from_a, to_a)
-            for end in (from_b, to_b, from_a, to_a):
-                ends.enter_context(end)
-        yield ranks
 
 
 def _start_server() -> None:
