@@ -40,6 +40,7 @@ from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.cut import mark
 from pipelab.plot import style
+from tests.conftest import thorough
 from widgets import meshes
 
 # A toy whose operators and collectives cost what makes several kinds of plan the best.
@@ -474,7 +475,7 @@ def planned(model, layers=3, devices=2, microbatches=4, schedule="gpipe", **opti
         (transformer(2), dict(layers=2, schedule="pipedream_flush")),
         (conv_net(), dict()),
         (recurrent(), dict(schedule="pipedream_flush")),
-        (skips(), dict(devices=4, operator=True)),
+        *thorough((skips(), dict(devices=4, operator=True))),
     ],
     ids=["transformer", "conv", "recurrent", "skips"],
 )
