@@ -192,8 +192,15 @@ class Twin(nnx.Module):
         return jnp.tanh(self.inner(x))
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("rule", [("gpipe", None), ("pipedream_2bw", None)], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "seed"),
+    [
+        (("gpipe", None), None),
+        (("pipedream_2bw", None), 3),
+        *thorough((("gpipe", None), 3), (("pipedream_2bw", None), None)),
+    ],
+    ids=str,
+)
 def test_linen_modules_and_dropout(rule, seed):
     module, schedule = Dense(), size_of(rule, 3, 3)
     parts = [(module, module.init(jax.random.key(s), jnp.ones((1, 6)))) for s in range(3)]
