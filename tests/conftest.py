@@ -9,6 +9,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import gc
 import tempfile
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,26 @@ def thorough(*cases):
     """More cases of a parametrized test, which only `make test-all` tries."""
     several = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=pytest.mark.thorough) for case in several]
+
+
+def pairs(*axes):
+    """The product of the axes as cases: in a few any two values of two axes meet, the others are
+    thorough."""
+    every = list(product(*(range(len(axis)) for axis in axes)))
+    chosen, seen = [], set()
+
+    def new(case):
+        return set(combinations(enumerate(case), 2)) - seen
+
+    while new(best := max(every, key=lambda case: len(new(case)))):
+        chosen.append(best)
+        seen |= new(best)
+    others = [case for case in every if case not in chosen]
+    few, many = (
+        [[a[i] for a, i in zip(axes, case, strict=True)] for case in cases]
+        for cases in (chosen, others)
+    )
+    return few + thorough(*map(tuple, many))
 
 
 class Wrapping:

@@ -62,8 +62,8 @@ def test_torchs_runtime_has_one_devices_gradients(ranks, tmp_path):
         uneven = [1 + s % 3 for s in range(schedule.stages)]
         plan = export(schedule, "torch", folder, layers=uneven)
         assert plan["placement"] == schedule.placement and plan["layers"] == uneven
-    worker = Path(__file__).parents[1] / "workers" / "exported.py"
-    done = torchrun(ranks, worker, *folders)
+    worker = Path(__file__).parents[1] / "workers" / "in_turn.py"
+    done = torchrun(ranks, worker, *(folder / "check.py" for folder in folders))
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines() == [EQUAL] * len(TABLES)
 

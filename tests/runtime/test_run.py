@@ -33,7 +33,7 @@ from pipelab.runtime.torch.weights import VersionedStage
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.wings import wing_of
 from pipelab.runtime.worker import Order
-from tests.conftest import FLUSH, tables
+from tests.conftest import FLUSH, pairs, tables
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -64,12 +64,17 @@ def size_of(name, p, m, k=2):
     return make(name, p, m, batches=k, virtual=2 if name == "interleaved" else 1)
 
 
-@pytest.mark.parametrize("recompute", Recompute)
+OPTIMIZERS = [
+    SGD,
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    torch.optim.Adam,
+    torch.optim.AdamW,
+]
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    [SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW],
+    ("name", "optimizer", "recompute"), pairs(FLUSH, OPTIMIZERS, list(Recompute))
 )
-@pytest.mark.parametrize("name", FLUSH)
 def test_every_gradient_equals_the_reference(name, optimizer, recompute):
     schedule = size_of(name, 3, 4)
     result = run(
@@ -628,9 +633,14 @@ class Aside(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"clip": 1e-2}, {"replicas": 2}])
-@pytest.mark.parametrize("least", [0, 1], ids=["nan", "zero"])
-@pytest.mark.parametrize("name", ["gpipe", "zb_h1"])
+@pytest.mark.parametrize(
+    ("name", "least", "options"),
+    pairs(
+        ["gpipe", "zb_h1"],
+        [0, 1],  # nan, zero
+        [{}, {"recompute": "always"}, {"clip": 1e-2}, {"replicas": 2}],
+    ),
+)
 def test_a_batch_whose_loss_counts_nothing_is_a_step(name, least, options):
     # Was: the optimizer was left out, in the reference as well.
     optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
@@ -730,25 +740,23 @@ def decaying(parameters):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("optimizer", [SGD, ADAM, torch.optim.AdamW, decaying])
-@pytest.mark.parametrize("rule", WITHOUT_FLUSH)
-def test_asynchronous_schedules_follow_their_papers_rule(rule, optimizer, clip):
-    schedule = WITHOUT_FLUSH[rule]
-    for recompute in Recompute:
-        result = run(
-            schedule,
-            stages(4),
-            batches(schedule.batches, 13),
-            F.mse_loss,
-            optimizer,
-            clip=clip,
-            recompute=recompute,
-        )
-        assert result.check.passed, result.check
-        assert result.check.max_rel < 1e-12
-        assert result.check.rule.lower().replace("weight ", "").startswith(rule)
-        assert result.weight_versions == schedule.weight_versions
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "clip", "recompute"),
+    pairs(
+        [*WITHOUT_FLUSH],
+        [SGD, ADAM, torch.optim.AdamW, decaying],
+        [None, 0.05],
+        list(Recompute),
+    ),
+)
+def test_asynchronous_schedules_follow_their_papers_rule(rule, optimizer, clip, recompute):
+    schedule, data = WITHOUT_FLUSH[rule], batches(WITHOUT_FLUSH[rule].batches, 13)
+    options = {"clip": clip, "recompute": recompute}
+    result = run(schedule, stages(4), data, F.mse_loss, optimizer, **options)
+    assert result.check.passed, result.check
+    assert result.check.max_rel < 1e-12
+    assert result.check.rule.lower().replace("weight ", "").startswith(rule)
+    assert result.weight_versions == schedule.weight_versions
 
 
 def test_versions_are_measured_by_their_storages():
