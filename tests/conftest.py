@@ -24,8 +24,15 @@ from pipelab.schedules import make, takes
 settings.register_profile(
     "pipelab", deadline=None, max_examples=100, suppress_health_check=list(HealthCheck)
 )
-settings.register_profile("quick", settings.get_profile("pipelab"), max_examples=40)
+settings.register_profile("quick", settings.get_profile("pipelab"), max_examples=25)
 settings.load_profile("quick")  # make test-all: pipelab
+
+
+def examples(count):
+    """So many examples in `make test-all`, a third of them in `make test`."""
+    quick = settings.get_current_profile_name() == "quick"
+    return settings(max_examples=max(4, count // 3) if quick else count)
+
 
 FLUSH = ("inter_layer", "gpipe", "pipedream_flush", "interleaved")
 SPLIT = ("zb_h1", "zb_h2")  # fixed orders with I and W

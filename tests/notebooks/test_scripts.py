@@ -54,10 +54,10 @@ def test_with_pipelab_goes_on_from_its_checkpoints(tmp_path):
     script, folder = FOLDER / "with_pipelab.py", tmp_path / "checkpoints"
     said = started(*TORCHRUN, script, "--steps=10", "--folder", folder)
     assert "step 1: Check passed" in said and len(losses_of(said)) == 1
-    said = started(script, "--steps=30", "--folder", folder)
+    said = started(script, "--steps=20", "--folder", folder)
     assert "step 11: Check passed" in said
     assert losses_of(said)[-1] < 6.2  # of 1,024 tokens it knows nothing at 6.9
-    assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000030"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000020"]
 
 
 @pytest.mark.thorough

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
@@ -16,6 +16,7 @@ import pipelab
 from pipelab.jax.jaxpr import carry_of
 from programs.spmd import iterations, spmd_pipeline, spmd_table, stack
 from tests import jax_setup  # noqa: F401
+from tests.conftest import examples
 
 WIDTH = 6
 
@@ -103,7 +104,7 @@ def test_gradients_in_single_precision():
     check(layer, stages, x, 2, 5, limit=1e-5)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(st.data())
 def test_gradients_in_double_precision(data):
     p, v, remat = (
@@ -325,7 +326,7 @@ def test_one_scan_of_so_many_iterations(p, m, v):
         assert carried <= {(), (1, WIDTH), *of_weights}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_the_waste_is_the_simulators_bubble(data):
     p, v = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))

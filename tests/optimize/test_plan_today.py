@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Costs, ScheduleError, make, memory, simulate
@@ -32,6 +32,7 @@ from pipelab.optimize.plan import (
 from pipelab.optimize.plan.enumerate import Enumeration
 from pipelab.optimize.plan.repeat import _period
 from pipelab.predict.costs import Recompute
+from tests.conftest import examples
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import published
@@ -146,7 +147,7 @@ def test_rounds_of_more_than_p():
         make("gpipe", 8, 9, longest=9)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 30), st.data())
 def test_longer_rounds_have_the_same_actions(p, v, m, data):
     longest = data.draw(st.integers(max(p, 2), max(p, 2, m)))
@@ -185,7 +186,7 @@ def test_v_schedules_and_searched_ones_are_planned_with():
 seconds = st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0]) | st.floats(0.5, 3)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.sampled_from(["pipedream_flush", "gpipe", "interleaved", "zb_h1", "zb_h2"]), st.data())
 def test_repetition_is_the_whole_simulation(name, data):
     p, m, v = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(2, 3)))
@@ -231,7 +232,7 @@ def test_a_table_grows_until_it_repeats(monkeypatch, links, turns):
         assert made[-1][0] == turns
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.sampled_from(["pipedream_flush", "interleaved"]), st.integers(2, 4), st.data())
 def test_a_shorter_table_has_the_peak_of_the_whole(name, p, data):
     layers = [
@@ -330,7 +331,7 @@ small = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(small, st.lists(st.floats(0, 1), min_size=2, max_size=2))
 def test_the_best_is_that_of_all(problem, places):
     """Brute force over every choice; and more memory never makes the best plan slower."""
@@ -346,7 +347,7 @@ def test_the_best_is_that_of_all(problem, places):
         before = found.step
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(small, st.sampled_from(["bandwidth", "inside", "flops", "hbm"]), st.floats(1.1, 10))
 def test_a_faster_machine_is_never_slower(problem, name, more):
     """TrainingChoice by choice, as long as a node's links stay faster than those between nodes."""

@@ -33,9 +33,10 @@ from pipelab.runtime.torch.weights import VersionedStage
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.wings import wing_of
 from pipelab.runtime.worker import Order
-from tests.conftest import FLUSH, pairs, tables
+from tests.conftest import FLUSH, examples, pairs, tables
 
 SGD = partial(torch.optim.SGD, lr=0.1)
+FUZZ = int(os.environ.get("PIPELAB_FUZZ", "0"))  # so many random tables
 
 
 def stages(count, width=6, dtype=torch.float64, seed=0):
@@ -87,7 +88,7 @@ def test_every_gradient_equals_the_reference(name, optimizer, recompute):
     assert result.losses == pytest.approx(np.reshape(result.microbatch_losses, (2, 4)).mean(1))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(tables(names=FLUSH, largest=4), st.integers(0, 5))
 def test_all_small_sizes_with_uneven_micro_batches(case, extra):
     schedule, _, m, _, k = case
@@ -849,7 +850,7 @@ def random_tables(draw):
     return Schedule("random", rows, tuple(s % p for s in range(n)), total, per_update=per_update)
 
 
-@settings(max_examples=int(os.environ.get("PIPELAB_FUZZ", "60")))
+@(settings(max_examples=FUZZ) if FUZZ else examples(60))
 @given(random_tables(), st.sampled_from(Recompute))
 def test_random_tables_equal_the_reference(schedule, recompute):
     result = run(

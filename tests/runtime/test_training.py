@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +16,7 @@ from pipelab.models import mlp, split
 from pipelab.models.skip import Pop, Stash, with_skips
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.torch.device import CpuDevice
-from tests.conftest import FLUSH, pairs, tables, thorough
+from tests.conftest import FLUSH, examples, pairs, tables, thorough
 from tests.runtime.test_run import SGD, batches, decaying, stages
 
 BACKENDS = ("threads", "processes")
@@ -323,7 +323,7 @@ def test_autocast_to_bfloat16(backend):
 # ---- replicas
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     tables(names=FLUSH, largest=3),
     st.integers(2, 3),

@@ -6,7 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
@@ -21,7 +21,7 @@ from pipelab import Costs, Kind, Schedule, ScheduleError, make, memory, run, sim
 from pipelab.optimize.order import memory_used
 from pipelab.predict.theory import THEORY
 from pipelab.table.placement import v_placement
-from tests.conftest import V, thorough
+from tests.conftest import V, examples, thorough
 from tests.runtime.test_run import SGD
 from tests.runtime.test_run import batches as batches_of
 from tests.runtime.test_run import stages as stages_of
@@ -121,7 +121,7 @@ def test_zb_v_is_no_worse_than_published(p, m, f, i, w, c, h, a, rates):
         assert max(memory(found, costs).peak("activations")) <= times * 2 * p * kept
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data(), st.integers(1, 4), st.integers(1, 9))
 def test_zb_v_keeps_to_its_memory(data, p, m):
     """Stages that differ, and any memory that holds a micro-batch; the bubble may be large."""
