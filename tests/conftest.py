@@ -99,23 +99,38 @@ class Wrapping:
         return self.data[b % len(self.data)]
 
 
-# Files that take a minute and more of a core, the longest first. Each runs on one worker: begun
-# early, none is left to run alone at the end.
+# Files and lectures that take half a minute and more of a core, the longest first. Each runs on one
+# worker: begun early, none is left to run alone at the end.
 LONG = [
-    "test_mutations",
-    "test_play",
+    "15_a_real_script",
+    "02_gpipe",
     "test_pipeshard",
-    "test_distributed",
-    "test_hosts",
+    "test_mutations",
+    "11_sharding_and_pmap",
+    "12_zero_bubble",
     "test_launchers",
-    "test_peers",
-    "test_export",
+    "test_ranks",
+    "test_training",
+    "test_trainer",
+    "test_right",
+    "test_auto",
+    "03_pipedream_1f1b",
+    "04_work_partitioning",
+    "05_pipedream_2bw",
     "test_scripts",
     "test_wing",
-    "test_bench",
-    "test_auto",
+    "test_distributed",
+    "test_few_pages",
     "test_browser",
-    "test_ranks",
+    "10_pipeshard_auto",
+    "08_jax_pipelines",
+    "09_pipeshard_manual",
+    "test_hosts",
+    "test_alpa_tutorial",
+    "test_processes",
+    "13_how_good_can_it_be",
+    "14_in_practice",
+    "test_run",
 ]
 
 

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -50,11 +51,14 @@ def test_two_orders_by_hand_train_the_same():
     assert losses[:20] == pytest.approx(losses[20:], abs=2e-3)
 
 
-def test_with_pipelab_goes_on_from_its_checkpoints(tmp_path):
+def test_with_pipelab_goes_on_from_its_checkpoints(tmp_path, monkeypatch, capsys):
+    """On two ranks, then on two threads."""
     script, folder = FOLDER / "with_pipelab.py", tmp_path / "checkpoints"
     said = started(*TORCHRUN, script, "--steps=10", "--folder", folder)
     assert "step 1: Check passed" in said and len(losses_of(said)) == 1
-    said = started(script, "--steps=20", "--folder", folder)
+    monkeypatch.setattr(sys, "argv", [script, "--steps=20", f"--folder={folder}"])
+    runpy.run_path(str(script), run_name="__main__")
+    said = capsys.readouterr().out
     assert "step 11: Check passed" in said
     assert losses_of(said)[-1] < 6.2  # of 1,024 tokens it knows nothing at 6.9
     assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000020"]
