@@ -23,8 +23,7 @@ test-all: UNIT += --hypothesis-profile pipelab
 test test-all: .venv/.ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(UNIT) --nbval -m 'not timed $(WITHOUT)'
+	$(BIN)/mypy & $(UNIT) --nbval -m 'not timed $(WITHOUT)' && wait $$!
 	$(BIN)/pytest -m 'timed $(WITHOUT)' $$(grep -rl mark.timed tests --include='test_*.py')
 
 check: .venv/.ready  ## after a small change: lint, types, the quick tests of the first rooms

@@ -442,14 +442,16 @@ print([main(line.split()) for line in sys.argv[1:]])
 
 
 def test_train_under_torchrun(tmp_path, capsys):
-    """Two ranks train six steps, then nine: as threads that do it in one go."""
+    """Two ranks train two steps, then four: as threads that do it in one go."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script, threads, ranks = (tmp_path / name for name in ("calls.py", "threads", "ranks"))
     script.write_text(CALLS)
-    command = " ".join([*COMMAND, "--every", "1", "--length", "8", "--json", "--save", ""])
+    command = " ".join(COMMAND).replace(
+        "--steps 9", "--steps 4 --every 1 --length 8 --json --save "
+    )
     assert main(f"{command}{threads}".split()) == 0
     whole = json.loads(capsys.readouterr().out)
-    short = command.replace("--steps 9", "--steps 6")
+    short = command.replace("--steps 4", "--steps 2")
     lines = [f"{short}{ranks}", f"{command}{ranks}", f"{command}{threads}"]
     # While another training has a folder, both say so.
     with TrainingFolder(threads, "", Index.read) as other:
@@ -458,9 +460,9 @@ def test_train_under_torchrun(tmp_path, capsys):
         done = subprocess.run([*torchrun, script, *lines], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is used by another training, process") == 2
-    six, nine, *statuses = done.stdout.splitlines()
-    assert json.loads(six)["losses"] == whole["losses"][:6]
-    assert json.loads(nine)["losses"] == whole["losses"]
+    two, four, *statuses = done.stdout.splitlines()
+    assert json.loads(two)["losses"] == whole["losses"][:2]
+    assert json.loads(four)["losses"] == whole["losses"]
     assert statuses == ["[0, 0, 2]"] * 2
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from pipelab import SCHEDULES, make, simulate
 from pipelab.editor.puzzle import LEVELS, Draft, finish, recognise
-from tests.conftest import thorough
 
 SCRIPT = Path(__file__).with_name("pyodide.mjs")
 VERSION = "pyodide@314.0.7"
@@ -28,7 +27,8 @@ def modules(tmp_path_factory):
     return folder / "node_modules"
 
 
-@pytest.mark.parametrize("sizes", [(3, 7), *thorough(((4, 8),))])
+@pytest.mark.thorough  # for `make test`: test_few_pages
+@pytest.mark.parametrize("sizes", [(4, 8), (3, 7)])
 def test_every_schedule_runs_there(modules, sizes):
     command = ["node", str(SCRIPT), str(modules), *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -262,24 +262,26 @@ def last_word(process, key):
     raise AssertionError(f"it has ended: {process.stderr.read()}")
 
 
-def test_the_command_line_in_two_processes():
+@pytest.mark.parametrize("count", [1, *thorough(2)])
+def test_the_command_line_in_processes(count):
     port = free_port()
-    options = ["--devices=2", "--microbatches=4", "--backend=jax", "--distributed", "--json"]
+    options = [f"--devices={count}", "--microbatches=4", "--backend=jax", "--distributed", "--json"]
     statuses, outs, errors = processes(
         lambda n: ["-m", "pipelab", "run", "gpipe", *options],
+        count,
         environment=lambda n: {
             "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            "JAX_NUM_PROCESSES": "2",
+            "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(n),
         },
     )
-    assert statuses == [0, 0], errors
+    assert statuses == [0] * count, errors
     reports = [
         [json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in outs
     ]
-    assert reports[1] == []
-    assert reports[0][0]["check"]["passed"] is True
-    assert reports[0][0]["devices"] == 2
+    (report,), *others = reports  # the first process's alone
+    assert report["check"]["passed"] is True and report["devices"] == count
+    assert others == [[]] * (count - 1)
 
 
 def test_arrays_come_as_they_were_sent():

@@ -46,12 +46,14 @@ def _shapes():
     return make(apply_fn=model.apply, params=params, tx=tx), {"x": x, "y": x}
 
 
+@pytest.mark.thorough  # in make test the script plans a smaller size
 def test_the_tutorials_size_is_two_stages_on_four_devices_each(full):
     assert full.layers == [[0], [1]]
     assert [stage.submesh for stage in full.chosen] == [(1, 4), (1, 4)]
     assert str(full).startswith("Plan on 8 x A100-80GB: 2 stages of 30 possible ones")
 
 
+@pytest.mark.thorough
 def test_why_the_second_stage_is_not_4_1_as_alpa_printed_it(full):
     """Alpa's profiles leave the gradients' reduction out: a micro-batch takes less on (4, 1)."""
     last = {each.logical: each for each in full.profiles if each.layers == (1, 1)}

@@ -263,6 +263,7 @@ def test_the_command_line_on_two_agents():
     assert len(result["losses"]) == 2
 
 
+@pytest.mark.thorough  # its ranks are torchrun's; in make test lecture 15 starts it
 @pytest.mark.skipif(
     not (Path(sys.executable).parent / "deepspeed").exists(), reason="needs deepspeed"
 )

@@ -369,6 +369,7 @@ def boxes(page, picture=".picture"):
     return page.locator(f".pipelab-editor {picture} svg .lanes g.action")
 
 
+@pytest.mark.thorough
 def test_a_level_is_solved_run_and_measured_by_keyboard_alone(folder, address, new_page, tmp_path):
     set_theme(folder, "JupyterLab Dark")
     source = "from pipelab.widgets import Editor\nEditor('first')"
