@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import thorough
+
 FOLDER = Path(__file__).parents[2] / "notebooks" / "scripts"
 IN_TURN = Path(__file__).parents[1] / "workers" / "in_turn.py"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -51,14 +53,21 @@ def test_two_orders_by_hand_train_the_same():
     assert losses[:20] == pytest.approx(losses[20:], abs=2e-3)
 
 
-def test_with_pipelab_goes_on_from_its_checkpoints(tmp_path, monkeypatch, capsys):
-    """On two ranks, then on two threads."""
+# A Trainer's checkpoints under torchrun in make test: test_trainer.
+@pytest.mark.parametrize("ranks", [False, *thorough(True)])
+def test_with_pipelab_goes_on_from_its_checkpoints(ranks, tmp_path, monkeypatch, capsys):
+    """On two ranks or threads, then on two threads."""
+
+    def here(*options):
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, options)])
+        runpy.run_path(str(script), run_name="__main__")
+        return capsys.readouterr().out
+
     script, folder = FOLDER / "with_pipelab.py", tmp_path / "checkpoints"
-    said = started(*TORCHRUN, script, "--steps=10", "--folder", folder)
+    ten = "--steps=10", "--folder", folder
+    said = started(*TORCHRUN, script, *ten) if ranks else here(*ten)
     assert "step 1: Check passed" in said and len(losses_of(said)) == 1
-    monkeypatch.setattr(sys, "argv", [script, "--steps=20", f"--folder={folder}"])
-    runpy.run_path(str(script), run_name="__main__")
-    said = capsys.readouterr().out
+    said = here("--steps=20", "--folder", folder)
     assert "step 11: Check passed" in said
     assert losses_of(said)[-1] < 6.2  # of 1,024 tokens it knows nothing at 6.9
     assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000020"]
