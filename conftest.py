@@ -25,6 +25,12 @@ def pytest_configure(config):
         )
 
 
+def pytest_collection_finish(session):
+    """Lectures draw in their pages: only the tests, which have matplotlib by now, are told Agg."""
+    if getattr(session.config.option, "nbval", False):
+        os.environ.pop("MPLBACKEND", None)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """One more than there are cores: a test that waits for a process or a limit leaves one idle."""

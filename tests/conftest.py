@@ -9,6 +9,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import gc
 import tempfile
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,15 @@ from pipelab.schedules import make, takes
 settings.register_profile(
     "pipelab", deadline=None, max_examples=100, suppress_health_check=list(HealthCheck)
 )
-settings.register_profile("quick", settings.get_profile("pipelab"), max_examples=40)
+settings.register_profile("quick", settings.get_profile("pipelab"), max_examples=25)
 settings.load_profile("quick")  # make test-all: pipelab
+
+
+def examples(count):
+    """So many examples in `make test-all`, a third of them in `make test`."""
+    quick = settings.get_current_profile_name() == "quick"
+    return settings(max_examples=max(4, count // 3) if quick else count)
+
 
 FLUSH = ("inter_layer", "gpipe", "pipedream_flush", "interleaved")
 SPLIT = ("zb_h1", "zb_h2")  # fixed orders with I and W
@@ -55,6 +63,26 @@ def thorough(*cases):
     return [pytest.param(*case, marks=pytest.mark.thorough) for case in several]
 
 
+def pairs(*axes):
+    """The product of the axes as cases: in a few any two values of two axes meet, the others are
+    thorough."""
+    every = list(product(*(range(len(axis)) for axis in axes)))
+    chosen, seen = [], set()
+
+    def new(case):
+        return set(combinations(enumerate(case), 2)) - seen
+
+    while new(best := max(every, key=lambda case: len(new(case)))):
+        chosen.append(best)
+        seen |= new(best)
+    others = [case for case in every if case not in chosen]
+    few, many = (
+        [[a[i] for a, i in zip(axes, case, strict=True)] for case in cases]
+        for cases in (chosen, others)
+    )
+    return few + thorough(*map(tuple, many))
+
+
 class Wrapping:
     """A data set with a length, whose items begin again behind the last."""
 
@@ -71,23 +99,38 @@ class Wrapping:
         return self.data[b % len(self.data)]
 
 
-# Files that take a minute and more of a core, the longest first. Each runs on one worker: begun
-# early, none is left to run alone at the end.
+# Files and lectures that take half a minute and more of a core, the longest first. Each runs on one
+# worker: begun early, none is left to run alone at the end.
 LONG = [
-    "test_mutations",
-    "test_play",
+    "15_a_real_script",
+    "02_gpipe",
     "test_pipeshard",
-    "test_distributed",
-    "test_hosts",
+    "test_mutations",
+    "11_sharding_and_pmap",
+    "12_zero_bubble",
     "test_launchers",
-    "test_peers",
-    "test_export",
+    "test_ranks",
+    "test_training",
+    "test_trainer",
+    "test_right",
+    "test_auto",
+    "03_pipedream_1f1b",
+    "04_work_partitioning",
+    "05_pipedream_2bw",
     "test_scripts",
     "test_wing",
-    "test_bench",
-    "test_auto",
+    "test_distributed",
+    "test_few_pages",
     "test_browser",
-    "test_ranks",
+    "10_pipeshard_auto",
+    "08_jax_pipelines",
+    "09_pipeshard_manual",
+    "test_hosts",
+    "test_alpa_tutorial",
+    "test_processes",
+    "13_how_good_can_it_be",
+    "14_in_practice",
+    "test_run",
 ]
 
 

@@ -13,6 +13,7 @@ from pipelab import Action, ScheduleError, make
 from pipelab.cli import main
 from pipelab.optimize.cut import Layer, Profile
 from tests.cli.test_cli import SMALL, call
+from tests.conftest import thorough
 
 
 def shell(line, tmp_path, **variables):
@@ -29,7 +30,7 @@ def shell(line, tmp_path, **variables):
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", *thorough("1")])
 @pytest.mark.parametrize(
     ("line", "message"),
     [

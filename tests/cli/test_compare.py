@@ -57,15 +57,20 @@ def test_the_table_has_a_row_each_and_no_empty_columns():
     assert rows[1].split()[-2:] == ["2", "1"]
 
 
-def test_compare_runs_every_schedule(tmp_path, capsys):
+def test_compare_runs_every_schedule_and_shows_the_spread(tmp_path, capsys):
     file = tmp_path / "all.svg"
-    assert main(["compare", "--devices", "2", "--repeats", "1", "--json", "--plot", str(file)]) == 0
+    sizes = ["--devices", "2", "--batches", "1", "--repeats", "2"]
+    assert main(["compare", *sizes, "--json", "--plot", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)["schedules"]
     assert {x["schedule"] for x in found} == set(SCHEDULES)
     assert all(x["check"] and x["measured"]["makespan"] > 0 for x in found)
     weights = {x["schedule"]: sum(p["weights"] for p in x["measured"]["at_peak"]) for x in found}
     assert len(set(weights.values())) == 1  # one model
     assert all(name in file.read_text() for name in SCHEDULES)
+    for entry in found:
+        least, most = entry["spread"]
+        assert entry["repeats"] == 2
+        assert 0 < least <= entry["measured"]["makespan"] <= most
 
 
 def test_compare_predicts_for_a_profile(tmp_path, capsys):
@@ -159,11 +164,3 @@ def test_an_interrupt_before_any_run_has_ended_is_one_line_and_status_130(capsys
     monkeypatch.setattr(pipelab, "run", third)
     assert main(["compare", "--devices", "2", "--batches", "1"]) == 130
     assert capsys.readouterr() == ("", "pipelab compare: interrupted\n")
-
-
-def test_compare_shows_the_spread(capsys):
-    assert main(["compare", "--devices", "2", "--batches", "1", "--repeats", "2", "--json"]) == 0
-    for entry in json.loads(capsys.readouterr().out)["schedules"]:
-        least, most = entry["spread"]
-        assert entry["repeats"] == 2
-        assert 0 < least <= entry["measured"]["makespan"] <= most

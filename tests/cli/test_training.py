@@ -23,6 +23,7 @@ from pipelab.cli.training_folder import LOCK, TrainingFolder
 from pipelab.models import data, split
 from pipelab.models.gpt2 import PADDING, gpt2, masked_loss, next_token_loss
 from pipelab.runtime.torch.checkpoint import Index, load_stage
+from tests.conftest import thorough
 
 ROOT = Path(pipelab.__file__).parent.parent
 
@@ -366,19 +367,20 @@ def state_of(folder):
 
 @pytest.mark.parametrize("tied", [[], ["--tied", "--clip", "1"]])
 def test_train_prints_what_it_does(capsys, tied):
-    assert main([*COMMAND, *tied, "--json", "--length", "8"]) == 0
+    assert main([*COMMAND, "--steps", "3", *tied, "--json", "--length", "8"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["steps"] == 9 and len(found["losses"]) == 9 and found["check"]["passed"]
+    assert found["steps"] == 3 and len(found["losses"]) == 3 and found["check"]["passed"]
     assert found["tokens_per_second"] > 0 and len(found["memory"]) == 2
     assert set(found["bubble"]) == {"of_total", "over_ideal", "of_span"}
 
 
-def test_killed_at_any_step_it_goes_on(tmp_path, capsys):
+@pytest.mark.parametrize("kills", [[2], *thorough(([1, 3],))])
+def test_killed_at_any_step_it_goes_on(kills, tmp_path, capsys):
     command = [*COMMAND, "--every", "2", "--dropout", "0.1", "--length", "8"]
     assert main([*command, "--save", str(tmp_path / "whole"), "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
     killed = tmp_path / "killed"
-    for steps in (1, 3):  # killed as soon as so many checkpoints more have been written
+    for steps in kills:  # killed as soon as so many checkpoints more have been written
         process = subprocess.Popen(
             [sys.executable, "-m", "pipelab", *command, "--save", str(killed)],
             stderr=subprocess.DEVNULL,
@@ -432,31 +434,42 @@ def test_kill_leaves_what_can_be_gone_on_with_and_nothing_else(tmp_path, short_p
     assert sorted(os.listdir(tmp_path / "R")) == ["losses.json", f"step_{done:06}"]
 
 
+CALLS = """
+import sys
+from pipelab.cli import main
+print([main(line.split()) for line in sys.argv[1:]])
+"""
+
+
 def test_train_under_torchrun(tmp_path, capsys):
-    """Two ranks train six steps, then nine: as threads that do it in one go."""
+    """Two ranks train two steps, then four: as threads that do it in one go."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*COMMAND, "--every", "1", "--length", "8", "--save"]
-    folder = str(tmp_path / "ranks")
-    short = [x if x != "9" else "6" for x in command]
-    assert main([*command, str(tmp_path / "threads"), "--json"]) == 0
+    script, threads, ranks = (tmp_path / name for name in ("calls.py", "threads", "ranks"))
+    script.write_text(CALLS)
+    command = " ".join(COMMAND).replace(
+        "--steps 9", "--steps 4 --every 1 --length 8 --json --save "
+    )
+    assert main(f"{command}{threads}".split()) == 0
     whole = json.loads(capsys.readouterr().out)
-    for arguments in (short, command):
-        line = [*torchrun, "-m", "pipelab", *arguments, folder, "--json"]
-        done = subprocess.run(line, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["losses"] == whole["losses"]
-    # While another training has the folder, both say so.
-    with TrainingFolder(Path(folder), "", Index.read) as other:
+    short = command.replace("--steps 4", "--steps 2")
+    lines = [f"{short}{ranks}", f"{command}{ranks}", f"{command}{threads}"]
+    # While another training has a folder, both say so.
+    with TrainingFolder(threads, "", Index.read) as other:
         with pytest.raises(ValueError, match="holds another training"):
             other.take()
-        done = subprocess.run(line, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("is used by another training, process") == 2
+        done = subprocess.run([*torchrun, script, *lines], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is used by another training, process") == 2
+    two, four, *statuses = done.stdout.splitlines()
+    assert json.loads(two)["losses"] == whole["losses"][:2]
+    assert json.loads(four)["losses"] == whole["losses"]
+    assert statuses == ["[0, 0, 2]"] * 2
 
 
 def test_another_training_is_not_gone_on_with(tmp_path, capsys):
-    command = [*COMMAND, "--length", "8", "--save", str(tmp_path / "t")]
-    assert main(command) == 0
-    assert main([*command, "--steps", "12", "--seed", "7"]) == 2
+    command = [*COMMAND, "--length", "8", "--save", str(tmp_path / "t"), "--steps"]
+    assert main([*command, "1"]) == 0
+    assert main([*command, "12", "--seed", "7"]) == 2
     assert "holds another training (schedule=pipedream_flush devices=2" in capsys.readouterr().err
 
 

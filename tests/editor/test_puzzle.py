@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Costs, Reads, Recompute, Schedule, ScheduleError, make, simulate, validate
@@ -30,6 +30,7 @@ from pipelab.optimize.order.best import named_schedules
 from pipelab.optimize.order.problem import OrderProblem
 from pipelab.schedules import SCHEDULES, takes
 from pipelab.table.action import Action, Kind
+from tests.conftest import examples
 
 
 @st.composite
@@ -90,7 +91,7 @@ def refusal(draft, action):
     return ""
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(tasks(), st.data())
 def test_legal_moves_lead_to_tables_and_refused_ones_are_refused_for_a_reason(task, data):
     draft = Draft.of(task)
@@ -134,7 +135,7 @@ def completions(draft, seen):
     return seen[key]
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.data())
 def test_room_is_left_exactly_where_some_order_can_be_finished(data):
     sizes = [
@@ -159,7 +160,7 @@ def test_room_is_left_exactly_where_some_order_can_be_finished(data):
         draft = draft.put(data.draw(st.sampled_from([a for a in able if draft.put(a).can_finish])))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(tasks(), st.data())
 def test_the_coach_and_finish_lead_from_every_legal_draft_to_a_table(task, data):
     draft = Draft.of(task)
@@ -213,7 +214,7 @@ def test_removing_takes_nothing_that_can_run_without_it():
     assert str(draft.without(Action.parse("0F1")).settled()) == "0F0_0B0~1F0_1B0"
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(tasks(), st.data())
 def test_inserting_and_removing_keep_a_draft_legal(task, data):
     draft = Draft.of(task)
@@ -382,7 +383,7 @@ def test_a_block_is_stamped_over_all_micro_batches():
 
 
 @given(tasks(), st.data())
-@settings(max_examples=25)
+@examples(25)
 def test_text_forms_come_back(task, data):
     draft = Draft.of(task)
     for _ in range(data.draw(st.integers(0, draft.size))):
@@ -479,7 +480,7 @@ def test_the_par_of_the_solvers_level_is_proved_by_search():
     assert fitting == {"inter_layer": 44, "zb": level.par}
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(tasks(), st.data())
 def test_the_bound_is_below_every_table(task, data):
     draft = Draft.of(task)
@@ -518,7 +519,7 @@ def test_a_row_that_is_not_written_yet_does_not_deadlock():
     assert read(Task(2, 3, split=True), rows).problem.startswith("deadlock: device 0 holds at 0I0")
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(tasks(), st.data())
 def test_any_part_of_a_table_that_runs_can_be_part_of_one(task, data):
     whole = finish(Draft.of(task))

@@ -17,6 +17,7 @@ import pytest
 from jupyter_lab import FLAGS, browser, chromium
 
 ROOT = Path(__file__).parents[2]
+DESK = {"width": 1400, "height": 1000}
 
 
 def made_of():
@@ -122,3 +123,21 @@ def open_page(chrome, address):
     for page in opened:
         page.close()
     assert complaints == []
+
+
+@pytest.fixture
+def with_python(site):
+    if not (site / "_static" / "play" / "pyodide").is_dir():
+        pytest.skip("npm gave no Pyodide")
+
+
+@pytest.fixture
+def playing(open_page, address, keeping, with_python):
+    """Open pages of a site that has Python in it; they share what the browser compiled of it."""
+
+    def open_one(path, size=DESK):
+        page = open_page(size, keeping=keeping)
+        page.goto(f"{address}/{path}")
+        return page
+
+    return open_one

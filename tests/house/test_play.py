@@ -1,7 +1,5 @@
 """The site's pages that play: widgets and exercises with Python in the page, in a browser."""
 
-import io
-import tarfile
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -14,7 +12,6 @@ from jupyter_lab import chromium
 from pipelab import Costs, make, simulate
 from pipelab.editor.puzzle import LEVELS
 from pipelab.measure.trace import from_trace
-from tests.conftest import thorough
 from tests.house.marionette import TAB, firefox, opened
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -26,25 +23,8 @@ PACKAGES = ("sphinx", "myst_nb", "sphinx_book_theme", "latex2mathml")
 pytestmark = [
     pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="needs 'pipelab[site]'"),
     pytest.mark.skipif(chromium() is None, reason="needs Chromium and Playwright"),
+    pytest.mark.thorough,  # the whole site; for `make test`: test_few_pages
 ]
-
-
-@pytest.fixture
-def with_python(site):
-    if not (site / "_static" / "play" / "pyodide").is_dir():
-        pytest.skip("npm gave no Pyodide")
-
-
-@pytest.fixture
-def playing(open_page, address, keeping, with_python):
-    """Open pages of a site that has Python in it; they share what the browser compiled of it."""
-
-    def open_one(path, size=DESK):
-        page = open_page(size, keeping=keeping)
-        page.goto(f"{address}/{path}")
-        return page
-
-    return open_one
 
 
 def shows(page, label, value):
@@ -61,7 +41,7 @@ def press(page, *keys):
         page.keyboard.press(key)
 
 
-@pytest.mark.parametrize("size", [DESK, *thorough(PHONE)], ids=["desk", "phone"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, size, address):
     page = playing("play/explorer.html", size)  # goes on to the page, what is set goes with it
     shows(page, "makespan", "28.5")  # as it is stored
@@ -122,7 +102,7 @@ def test_every_lectures_explorer_is_the_stored_one_and_lives(playing, site):
     assert "explorer.html#schedule=pipedream_flush&" in link.get_attribute("href")
 
 
-@pytest.mark.parametrize("size", [DESK, *thorough(PHONE)], ids=["desk", "phone"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_a_level_is_solved_by_keyboard_and_stays_solved(playing, size):
     page = playing("play/editor.html#first", size)
     said = page.locator(".pipelab-editor .said")
@@ -325,7 +305,6 @@ ALL = """async (asked) => {
 }"""
 
 
-@pytest.mark.thorough
 def test_every_check_that_a_page_offers_passes_its_solution_there(playing):
     from exercises import answerable
 
@@ -342,7 +321,6 @@ def test_every_check_that_a_page_offers_passes_its_solution_there(playing):
 # ---- in another browser
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(firefox() is None, reason="needs Firefox")
 def test_firefox_explores_edits_and_answers(playing, address, tmp_path):
     cell = "document.querySelector(\".cell:has([data-name='06-a'])\")"
@@ -370,7 +348,7 @@ def no_wasm(page):
     page.add_init_script("delete globalThis.WebAssembly")
 
 
-@pytest.mark.parametrize("size", [DESK, *thorough(PHONE)], ids=["desk", "phone"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_without_webassembly_the_stored_picture_and_a_sentence(open_page, address, size):
     page = open_page(size)
     no_wasm(page)
@@ -403,25 +381,6 @@ def test_a_site_made_without_npm_says_so(open_page, address):
     page.goto(f"{address}/notebooks/06_pipedream_flush.html")
     expect(page.locator(".play-note").first).to_contain_text("made without Python in them")
     shows(page, "makespan", "33")
-
-
-def test_pyodide_is_the_pinned_one(tmp_path, monkeypatch):
-    import browser
-
-    def packed(command, **_):
-        place = Path(command[-1]) / f"pyodide-{browser.VERSION}.tgz"
-        with tarfile.open(place, "w:gz") as archive:
-            for name in browser.FILES:
-                archive.addfile(tarfile.TarInfo(f"package/{name}"), io.BytesIO())
-        return browser.subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(browser, "ROOT", tmp_path)
-    monkeypatch.setattr(browser.shutil, "which", lambda name: name)
-    monkeypatch.setattr(browser.subprocess, "run", packed)
-    with pytest.raises(ValueError, match="has the integrity"):
-        browser.pyodide.__wrapped__()
-    monkeypatch.setattr(browser.shutil, "which", lambda name: None)
-    assert browser.pyodide.__wrapped__() is None
 
 
 # ---- sizes and times
@@ -476,7 +435,6 @@ def large(open_page, address, with_python):
 
 
 @pytest.mark.timed
-@pytest.mark.thorough
 def test_python_is_soon_there(large):
     loaded = int(large.evaluate("document.documentElement.dataset.python"))
     print(f"loaded in {loaded} ms")
@@ -484,7 +442,6 @@ def test_python_is_soon_there(large):
 
 
 @pytest.mark.timed
-@pytest.mark.thorough
 def test_a_redraw_takes_few_times_what_it_takes_outside(large):
     spent = large.evaluate(REDRAWS, [str(k / 8) for k in range(1, 10)])
     print(f"a redraw: {median(spent):.0f} ms")
@@ -492,7 +449,6 @@ def test_a_redraw_takes_few_times_what_it_takes_outside(large):
 
 
 @pytest.mark.timed
-@pytest.mark.thorough
 def test_a_move_of_the_editor_is_as_quick(playing):
     page = playing("play/editor.html#split")
     expect(page.locator(".pipelab-editor .text")).to_contain_text(LEVELS["split"].text[:30])

@@ -27,6 +27,7 @@ def modules(tmp_path_factory):
     return folder / "node_modules"
 
 
+@pytest.mark.thorough  # for `make test`: test_few_pages
 @pytest.mark.parametrize("sizes", [(4, 8), (3, 7)])
 def test_every_schedule_runs_there(modules, sizes):
     command = ["node", str(SCRIPT), str(modules), *map(str, sizes)]

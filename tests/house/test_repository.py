@@ -29,6 +29,7 @@ def test_environment_yml_installs_the_project_and_pins_nothing_itself():
     assert everything == set(extras) - {"all"}
 
 
+@pytest.mark.thorough
 def test_what_environment_yml_asks_for_can_be_installed():
     """Dry: what Binder's build reads, resolved against what is installed here."""
     (line,) = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"][-1]["pip"]

@@ -28,6 +28,7 @@ PHONE, DESK = {"width": 390, "height": 844}, {"width": 1400, "height": 1000}
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, PACKAGES)), reason="needs pip install 'pipelab[site]'"
 )
+of_the_site = pytest.mark.thorough  # for `make test`: test_few_pages
 in_a_browser = pytest.mark.skipif(chromium() is None, reason="needs Chromium and Playwright")
 
 
@@ -61,12 +62,14 @@ def pages(site):
     return {name: Page(site / name) for name in names if not name.startswith("_static")}
 
 
+@of_the_site
 def test_the_site_has_every_lecture_and_the_rest(pages):
     assert {f"notebooks/{name}.html" for name in LECTURES} <= set(pages)
     others = {"index.html", "docs/index.html", "README.html", "notebooks/glossary.html"}
     assert others <= set(pages)
 
 
+@of_the_site
 def test_no_link_is_dead_and_nothing_is_loaded_from_elsewhere(site, pages):
     dead = []
     for name, page in pages.items():
@@ -85,6 +88,7 @@ def test_no_link_is_dead_and_nothing_is_loaded_from_elsewhere(site, pages):
     assert not dead, "\n".join(dead)
 
 
+@of_the_site
 def test_links_to_settings_are_of_tables_that_can_be_simulated(pages):
     from browser import explorer_state
 
@@ -97,6 +101,7 @@ def test_links_to_settings_are_of_tables_that_can_be_simulated(pages):
         assert shown["settings"].items() >= given.items(), given
 
 
+@of_the_site
 def test_every_picture_says_what_it_shows(pages):
     assert sum(len(page.pictures) for page in pages.values()) > 3 * len(LECTURES)
     for name, page in pages.items():
@@ -148,6 +153,7 @@ def test_docstrings_columns_become_definitions():
     assert list(paragraph(["0F0 .", "  1F0"])) == ["::", "", "    0F0 .", "      1F0"]
 
 
+@of_the_site
 def test_outputs_are_the_stored_ones_and_widgets_are_there(site):
     for name in LECTURES:
         widgets = 0
@@ -164,6 +170,7 @@ def test_outputs_are_the_stored_ones_and_widgets_are_there(site):
         assert page.count("This page has no kernel") == (name == "04_work_partitioning"), name
 
 
+@of_the_site
 def test_formulas_are_mathml(site):
     text = (site / "notebooks" / "02_gpipe.html").read_text()
     assert "<mfrac>" in text
@@ -171,6 +178,7 @@ def test_formulas_are_mathml(site):
         assert not re.search(r"\$\$|\\frac|\\max\b", page.read_text()), page.name
 
 
+@of_the_site
 def test_the_reference_has_every_public_name(pages):
     anchors = set().union(*(page.anchors for name, page in pages.items() if "docs/api" in name))
     optimize = ("optimize/cut", "optimize/plan")
@@ -185,12 +193,14 @@ def test_the_reference_has_every_public_name(pages):
         assert [a for a in anchors if re.fullmatch(rf"pipelab[\w.]*\.{name}", a)], name
 
 
+@of_the_site
 def test_no_page_has_buttons_without_a_repository(pages):
     assert (ROOT / "docs" / "conf.py").read_text().count('\nREPOSITORY = ""\n') == 1
     links = {link for page in pages.values() for link in page.links}
     assert not [link for link in links if "colab" in link or "binder" in link]
 
 
+@of_the_site
 def test_a_repository_gives_edit_binder_colab_and_download_buttons(tmp_path):
     """A site of two pages, with the one setting filled."""
     (tmp_path / "notebooks").mkdir()
@@ -225,6 +235,7 @@ def test_a_repository_gives_edit_binder_colab_and_download_buttons(tmp_path):
     assert page.words["og:image"] == "https://somebody.github.io/pipelab/_static/overview.png"
 
 
+@of_the_site
 def test_a_link_to_a_page_has_words_and_a_picture(site, pages):
     told = {}
     for name, page in pages.items():
@@ -263,6 +274,7 @@ def test_twenty_figures_are_described_by_hand():
 
 
 @in_a_browser
+@of_the_site
 def test_pages_fit_a_phone(open_page, address, pages):
     page, wide = open_page(PHONE), {}
     for name in sorted(name for name in pages if not name.startswith(("_modules", "index"))):
@@ -276,6 +288,7 @@ def test_pages_fit_a_phone(open_page, address, pages):
 
 
 @in_a_browser
+@of_the_site
 def test_the_dark_colours_and_a_fold(open_page, address):
     page = open_page(DESK, "dark")
     page.goto(f"{address}/index.html")
@@ -298,6 +311,7 @@ def test_the_dark_colours_and_a_fold(open_page, address):
 
 
 @in_a_browser
+@of_the_site
 def test_search_finds_a_word_of_the_field(open_page, address):
     page = open_page(DESK)
     page.goto(f"{address}/search.html?q=1F1B")
@@ -307,6 +321,7 @@ def test_search_finds_a_word_of_the_field(open_page, address):
 
 
 @in_a_browser
+@of_the_site
 def test_a_figure_is_enlarged_by_a_tap_and_by_a_key(open_page, address):
     page = open_page(PHONE)
     page.goto(f"{address}/notebooks/06_pipedream_flush.html")

@@ -216,6 +216,7 @@ def test_two_hosts_with_a_cable_and_no_way_elsewhere(two_hosts):
     assert one["passed"] and one["losses"] == other["losses"]
 
 
+@pytest.mark.thorough  # in make test "early" raises, is caught, and the next run works
 def test_a_process_that_raises_ends_both_with_its_error():
     statuses, outs, errors = worker("raise 1")
     assert 0 not in statuses
@@ -230,10 +231,12 @@ def test_a_process_that_raises_ends_both_with_its_error():
     [
         # Was: the survivors were aborted by jax, and none of them said why.
         ("kill 0", "process 0 disconnected; it was at: device 0 at", 5),
-        *thorough(("kill 1", "process 1 disconnected; it was at: device 2 at", 5)),
-        ("stop 1", "no action ended within 8 s: device 0 at", 8 + 5),
-        # While the processes meet.
-        ("leave 2", "process 2 has not made the call within 8 s", 8 + 5),
+        *thorough(
+            ("kill 1", "process 1 disconnected; it was at: device 2 at", 5),
+            ("stop 1", "no action ended within 8 s: device 0 at", 8 + 5),
+            # While the processes meet.
+            ("leave 2", "process 2 has not made the call within 8 s", 8 + 5),
+        ),
     ],
 )
 def test_a_process_that_ends_or_hangs_ends_the_others_with_one_error(twist, message, patience):
@@ -259,24 +262,26 @@ def last_word(process, key):
     raise AssertionError(f"it has ended: {process.stderr.read()}")
 
 
-def test_the_command_line_in_two_processes():
+@pytest.mark.parametrize("count", [1, *thorough(2)])
+def test_the_command_line_in_processes(count):
     port = free_port()
-    options = ["--devices=2", "--microbatches=4", "--backend=jax", "--distributed", "--json"]
+    options = [f"--devices={count}", "--microbatches=4", "--backend=jax", "--distributed", "--json"]
     statuses, outs, errors = processes(
         lambda n: ["-m", "pipelab", "run", "gpipe", *options],
+        count,
         environment=lambda n: {
             "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            "JAX_NUM_PROCESSES": "2",
+            "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(n),
         },
     )
-    assert statuses == [0, 0], errors
+    assert statuses == [0] * count, errors
     reports = [
         [json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in outs
     ]
-    assert reports[1] == []
-    assert reports[0][0]["check"]["passed"] is True
-    assert reports[0][0]["devices"] == 2
+    (report,), *others = reports  # the first process's alone
+    assert report["check"]["passed"] is True and report["devices"] == count
+    assert others == [[]] * (count - 1)
 
 
 def test_arrays_come_as_they_were_sent():

@@ -106,7 +106,8 @@ def test_processes_make_the_same_calls(count):
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("victim", [0, *thorough(1)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_hangs_between_batches_ends_with_the_others(victim):
     """Was: process 0 for 100 s more, until jax aborted it; another some seconds too late."""
     with started(2, "hangs", str(victim)) as processes:
@@ -119,7 +120,8 @@ def test_a_process_that_hangs_between_batches_ends_with_the_others(victim):
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("victim", [*thorough(0), 1])
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_slow_process_hears_of_another_ones_error_and_all_train_again(victim):
     """Was: ended two seconds after the other one had left; jax's end waited for who left alone."""
     with started(2, "raises", str(victim)) as processes:

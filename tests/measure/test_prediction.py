@@ -9,7 +9,7 @@ from threading import Timer
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -30,7 +30,7 @@ from pipelab import (
 from pipelab.predict.simulate import links
 from pipelab.runtime.transport import Transport
 from pipelab.runtime.worker import Worker
-from tests.conftest import tables
+from tests.conftest import examples, tables
 
 seconds = st.floats(0.01, 3)
 
@@ -106,7 +106,7 @@ def some(data, schedule, low=0.01):
     )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(tables(largest=4), st.data())
 def test_the_causes_sum_to_the_gap(case, data):
     schedule = case[0]
@@ -134,7 +134,7 @@ def test_the_causes_sum_to_the_gap(case, data):
     assert explain(costs, measured).causes["unexplained"] == pytest.approx(0, abs=1e-9)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(tables(largest=4), st.data())
 def test_the_run_that_was_fitted_is_predicted_exactly(case, data):
     schedule = case[0]
@@ -157,7 +157,7 @@ def test_what_waits_for_the_first_batch_is_no_cost_of_the_others(name):
     only("first batch", costs, measured)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(tables(largest=4))
 def test_nothing_to_explain(case):
     costs = Costs(forward=0.3, transfer=0.7, update=0.1, overhead=0.05)
@@ -167,7 +167,7 @@ def test_nothing_to_explain(case):
     assert not found.claimed
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(tables(largest=4), st.data(), seconds, seconds)
 def test_one_gap_comes_back_under_its_name(case, data, extra, began):
     schedule = case[0]
@@ -186,7 +186,7 @@ def test_one_gap_comes_back_under_its_name(case, data, extra, began):
             only(f"link {link}-{link + 1}", costs, lay(schedule, base, delay))
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(seconds, st.booleans())
 def test_a_late_start_and_a_first_batch_come_back_under_their_names(extra, several):
     schedule = make("gpipe", 3, 4, batches=2 if several else 1)

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.conftest import examples
 
 import tests.jax_setup  # isort: skip  # noqa: F401
 import traces
@@ -256,7 +258,7 @@ def test_an_engine_of_deepspeeds_names_its_actions(tmp_path):
 # ---- our own traces, and CSV
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(tables(largest=4), costs)
 def test_our_own_trace_comes_back(tmp_path_factory, case, costs):
     t = simulate(case[0], costs)
@@ -300,7 +302,7 @@ def test_a_table_that_several_schedules_share_has_the_plainest_name(name, p, m, 
     assert from_trace(tmp_path / "spans.csv").schedule.name == name
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(tables(largest=4), costs)
 def test_spans_in_csv(tmp_path_factory, case, costs):
     t = simulate(case[0], costs)
@@ -400,7 +402,7 @@ def test_broken_files(tmp_path, text, message):
 # ---- what a run loses
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(tables(largest=4), st.data())
 def test_the_causes_sum_to_the_idle_time(case, data):
     schedule, count = case[0], case[0].bounds[-1]

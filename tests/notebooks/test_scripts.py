@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import thorough
+
 FOLDER = Path(__file__).parents[2] / "notebooks" / "scripts"
+IN_TURN = Path(__file__).parents[1] / "workers" / "in_turn.py"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 BESIDES = {  # torch and Python
     "with_deepspeed": {"deepspeed", "transformers"},
@@ -38,25 +42,35 @@ def losses_of(said):
 
 
 def test_two_orders_by_hand_train_the_same():
-    losses = {}
-    for name in ("gpipe", "one_f_one_b"):
-        said = started(*TORCHRUN, FOLDER / f"{name}.py", "--check")
-        losses[name] = losses_of(said)
-        apart = dict(re.findall(r"rank (\d): gradients differ from one device's by (\S+) of", said))
-        assert set(apart) == {"0", "1"}
-        assert all(float(share) < 1e-5 for share in apart.values())
-    assert losses["gpipe"] == pytest.approx(losses["one_f_one_b"], abs=2e-3)
-    assert len(losses["gpipe"]) == 20 and losses["gpipe"][-1] < 0.8 * losses["gpipe"][0]
+    """In one start of ranks, one after the other."""
+    scripts = [FOLDER / f"{name}.py" for name in ("gpipe", "one_f_one_b")]
+    said = started(*TORCHRUN, IN_TURN, *scripts, "--check")
+    apart = re.findall(r"rank (\d): gradients differ from one device's by (\S+) of", said)
+    assert sorted(rank for rank, _ in apart) == ["0", "0", "1", "1"]
+    assert all(float(share) < 1e-5 for _, share in apart)
+    losses = losses_of(said)
+    assert len(losses) == 40 and losses[19] < 0.8 * losses[0]
+    assert losses[:20] == pytest.approx(losses[20:], abs=2e-3)
 
 
-def test_with_pipelab_goes_on_from_its_checkpoints(tmp_path):
+# A Trainer's checkpoints under torchrun in make test: test_trainer.
+@pytest.mark.parametrize("ranks", [False, *thorough(True)])
+def test_with_pipelab_goes_on_from_its_checkpoints(ranks, tmp_path, monkeypatch, capsys):
+    """On two ranks or threads, then on two threads."""
+
+    def here(*options):
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, options)])
+        runpy.run_path(str(script), run_name="__main__")
+        return capsys.readouterr().out
+
     script, folder = FOLDER / "with_pipelab.py", tmp_path / "checkpoints"
-    said = started(*TORCHRUN, script, "--steps=10", "--folder", folder)
+    ten = "--steps=10", "--folder", folder
+    said = started(*TORCHRUN, script, *ten) if ranks else here(*ten)
     assert "step 1: Check passed" in said and len(losses_of(said)) == 1
-    said = started(script, "--steps=30", "--folder", folder)
+    said = here("--steps=20", "--folder", folder)
     assert "step 11: Check passed" in said
     assert losses_of(said)[-1] < 6.2  # of 1,024 tokens it knows nothing at 6.9
-    assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000030"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000020"]
 
 
 @pytest.mark.thorough

@@ -1,13 +1,12 @@
 """The SPMD pipeline: equal to the plain stack of stages, with the simulator's bubble."""
 
-import os
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
@@ -17,10 +16,9 @@ import pipelab
 from pipelab.jax.jaxpr import carry_of
 from programs.spmd import iterations, spmd_pipeline, spmd_table, stack
 from tests import jax_setup  # noqa: F401
+from tests.conftest import examples
 
 WIDTH = 6
-# As users compile, and as `make test` does, which sums in another order.
-LIMIT = 3e-5 if os.environ.get("XLA_FLAGS") else 1e-5
 
 
 def cpu(count):
@@ -79,7 +77,7 @@ def value(y):
     return jnp.sum(jnp.sin(y))
 
 
-def check(stage, stages, x, p, m, v=1, remat=False, limit=LIMIT):
+def check(stage, stages, x, p, m, v=1, remat=False, limit=1e-10):
     """Output and all gradients equal those of the stages one after another."""
     pipeline = spmd_pipeline(stage, devices=cpu(p), microbatches=m, virtual=v, remat=remat)
     rows = stack(stages, v)
@@ -97,11 +95,16 @@ def check(stage, stages, x, p, m, v=1, remat=False, limit=LIMIT):
     [(1, 1, 1), (1, 3, 2), (2, 5, 1), (4, 2, 1), (8, 8, 1), (3, 7, 3), (2, 5, 4)],
 )
 def test_gradients_are_those_of_the_plain_stack(p, m, v):
-    stages, x = jax.tree.map(np.float32, (layers(p * v), samples(2 * m)))
-    check(layer, stages, x, p, m, v)
+    with jax.enable_x64(True):
+        check(layer, layers(p * v), samples(2 * m), p, m, v)
 
 
-@settings(max_examples=6)
+def test_gradients_in_single_precision():
+    stages, x = jax.tree.map(np.float32, (layers(2), samples(10)))
+    check(layer, stages, x, 2, 5, limit=1e-5)
+
+
+@examples(6)
 @given(st.data())
 def test_gradients_in_double_precision(data):
     p, v, remat = (
@@ -111,22 +114,13 @@ def test_gradients_in_double_precision(data):
     )
     m = data.draw(st.integers(p if v > 1 else 1, 7))
     with jax.enable_x64(True):
-        check(
-            layer,
-            layers(p * v),
-            samples(m * data.draw(st.integers(1, 2))),
-            p,
-            m,
-            v,
-            remat,
-            limit=1e-10,
-        )
+        check(layer, layers(p * v), samples(m * data.draw(st.integers(1, 2))), p, m, v, remat)
 
 
 @pytest.mark.parametrize("v", [1, 2])
 def test_recomputation_changes_no_gradient(v):
     with jax.enable_x64(True):
-        check(layer, layers(2 * v), samples(8), 2, 4, v, remat=True, limit=1e-10)
+        check(layer, layers(2 * v), samples(8), 2, 4, v, remat=True)
 
 
 def test_pytrees_and_integers_go_round():
@@ -186,7 +180,7 @@ def test_a_stage_may_hold_a_scan_and_be_differentiated_forward():
 
     stages, x = list(np.random.default_rng(0).normal(size=(4, 2, WIDTH, WIDTH)) / 4), samples(6)
     with jax.enable_x64(True):
-        check(stage, stages, x, 4, 3, limit=1e-10)
+        check(stage, stages, x, 4, 3)
         pipeline = spmd_pipeline(stage, devices=cpu(4), microbatches=3)
         rows, tangent = stack(stages), np.ones_like(x)
         found = jax.jit(lambda x: jax.jvp(lambda x: pipeline(rows, x), (x,), (tangent,)))(x)
@@ -269,7 +263,7 @@ def normalized(w, x):
 
 def test_one_micro_batch_may_mix_its_samples():
     with jax.enable_x64(True):
-        check(normalized, layers(2), samples(6), 2, 1, limit=1e-10)
+        check(normalized, layers(2), samples(6), 2, 1)
 
 
 def test_a_stage_may_close_over_what_is_traced():
@@ -332,7 +326,7 @@ def test_one_scan_of_so_many_iterations(p, m, v):
         assert carried <= {(), (1, WIDTH), *of_weights}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_the_waste_is_the_simulators_bubble(data):
     p, v = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))

@@ -1,15 +1,16 @@
 """What lecture 4 shows step by step."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab.optimize.cut import Profile, pipedream
+from tests.conftest import examples
 from tests.optimize.test_cut import layers
 from widgets.steps import Steps
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(layers, min_size=1, max_size=5), st.integers(1, 4))
 def test_the_steps_are_the_optimizers(found, devices):
     profile = Profile(tuple(found))

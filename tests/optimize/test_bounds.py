@@ -7,7 +7,7 @@ from itertools import chain, combinations, pairwise, permutations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from pipelab import Action, Costs, Kind, Recompute, Schedule, ScheduleError, make, simulate
@@ -16,7 +16,7 @@ from pipelab.predict.costs import PASSES
 from pipelab.predict.memory import memory_used, shares
 from pipelab.schedules import SCHEDULES, make_for
 from pipelab.table.action import insert_updates
-from tests.conftest import tables
+from tests.conftest import examples, tables
 
 LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)
 numbers = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.0]) | st.floats(0, 4).map(lambda x: round(x, 2))
@@ -112,7 +112,7 @@ def tiny(draw):
     return draw(costs_of(len(placement))), placement, m, memory, draw(st.booleans())
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(tiny())
 def test_no_order_of_a_tiny_pipeline_beats_the_bound(case):
     costs, placement, m, memory, split = case
@@ -181,13 +181,13 @@ def check_schedule(schedule, costs):
 MORE = {"recompute": st.sampled_from(Recompute), "bandwidth": st.just(math.inf) | st.just(2.0)}
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(random_tables(), st.data())
 def test_no_random_table_beats_the_bound(schedule, data):
     check_schedule(schedule, data.draw(costs_of(schedule.stages, **MORE)))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.sampled_from([*SCHEDULES]), st.integers(1, 6), st.integers(1, 8), st.data())
 def test_no_named_schedule_beats_the_bound(name, p, m, data):
     speeds = st.lists(st.sampled_from([0.5, 1.0]), min_size=p, max_size=p)
@@ -337,7 +337,7 @@ def small(draw):
     return costs, placement, draw(st.integers(1, 7)), memory, draw(st.booleans())
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(small())
 def test_every_reason_is_its_formula(case):
     costs, placement, m, memory, split = case
@@ -430,7 +430,7 @@ def test_what_is_kept_for_w_counts():
     assert rest[0].makespan > rest[1].makespan == rest[2].makespan
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(tables())
 def test_memory_is_in_micro_batches_of_a_device(case):
     schedule, v = case[0], case[0].stages // case[0].devices

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -27,6 +27,7 @@ from pipelab.optimize.cut import (
     profile,
     split_layers,
 )
+from tests.conftest import examples
 
 numbers = st.integers(0, 9).map(float)
 layers = st.builds(
@@ -197,7 +198,7 @@ planned = given(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @planned
 def test_pipedream_is_the_best_of_all_plans(found, devices, model, bandwidth):
     profile = Profile(tuple(found))
@@ -387,7 +388,7 @@ def test_what_a_partition_costs():
     assert simulate(make("pipedream", 2, 4), costs).makespan > 4 * plan.stages[0].time
 
 
-@settings(max_examples=60)
+@examples(60)
 @planned
 def test_the_simulated_pace_is_the_plans(found, devices, model, bandwidth):
     """Of `pipedream`: the bottleneck, unless a link is it. With a flush: without the all-reduce."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from pipelab import Recompute, make, simulate
@@ -26,6 +26,7 @@ from pipelab.optimize.plan import (
 )
 from pipelab.optimize.plan.enumerate import Enumeration
 from pipelab.optimize.plan.limits import least_bytes, least_seconds
+from tests.conftest import examples
 
 GPT3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
 A100 = MACHINES["A100-80GB"]
@@ -103,7 +104,7 @@ def every_cut(problem, choices):
             yield choice._replace(balance=tuple(b - a for a, b in pairwise(bounds)))
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(profiles, st.lists(st.floats(0, 1), min_size=3, max_size=3))
 def test_the_best_plan_is_that_of_exhaustive_simulation_of_every_cut(problem, tightness):
     """Of all schedules, under limits that a plan just fits."""
@@ -119,7 +120,7 @@ def test_the_best_plan_is_that_of_exhaustive_simulation_of_every_cut(problem, ti
     assert search.smallest().memory == needs[0]
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems, st.floats(0, 1))
 def test_the_best_plan_is_no_slower_than_any_even_cut(problem, tightness):
     """Of all schedules. Among equally fast ones it is that with least memory."""
@@ -161,7 +162,7 @@ def test_a_single_device_may_use_any_schedule():
     assert (found.choice.schedule, found.memory) == ("pipedream_flush", 4)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems)
 def test_no_simulation_beats_the_bounds_and_the_parts_add_up(problem):
     for choice in choices_of(problem)[::2]:  # three modes of recomputation stand side by side

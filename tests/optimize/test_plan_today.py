@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser
 
 from pipelab import Costs, ScheduleError, make, memory, simulate
 from pipelab.cli import main
@@ -32,6 +33,7 @@ from pipelab.optimize.plan import (
 from pipelab.optimize.plan.enumerate import Enumeration
 from pipelab.optimize.plan.repeat import _period
 from pipelab.predict.costs import Recompute
+from tests.conftest import examples, thorough
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import published
@@ -146,7 +148,7 @@ def test_rounds_of_more_than_p():
         make("gpipe", 8, 9, longest=9)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 30), st.data())
 def test_longer_rounds_have_the_same_actions(p, v, m, data):
     longest = data.draw(st.integers(max(p, 2), max(p, 2, m)))
@@ -185,7 +187,7 @@ def test_v_schedules_and_searched_ones_are_planned_with():
 seconds = st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0]) | st.floats(0.5, 3)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.sampled_from(["pipedream_flush", "gpipe", "interleaved", "zb_h1", "zb_h2"]), st.data())
 def test_repetition_is_the_whole_simulation(name, data):
     p, m, v = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(2, 3)))
@@ -231,7 +233,7 @@ def test_a_table_grows_until_it_repeats(monkeypatch, links, turns):
         assert made[-1][0] == turns
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.sampled_from(["pipedream_flush", "interleaved"]), st.integers(2, 4), st.data())
 def test_a_shorter_table_has_the_peak_of_the_whole(name, p, data):
     layers = [
@@ -330,7 +332,7 @@ small = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(small, st.lists(st.floats(0, 1), min_size=2, max_size=2))
 def test_the_best_is_that_of_all(problem, places):
     """Brute force over every choice; and more memory never makes the best plan slower."""
@@ -346,7 +348,7 @@ def test_the_best_is_that_of_all(problem, places):
         before = found.step
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(small, st.sampled_from(["bandwidth", "inside", "flops", "hbm"]), st.floats(1.1, 10))
 def test_a_faster_machine_is_never_slower(problem, name, more):
     """TrainingChoice by choice, as long as a node's links stay faster than those between nodes."""
@@ -424,22 +426,8 @@ def test_the_answer_names_layers_means_and_reasons(capsys):
     assert re.match(r"torchrun --nproc-per-node \d -m -- pipelab run ", found["start"][2])
 
 
-def test_the_printed_lines_run(capsys, tmp_path, monkeypatch):
-    """`pipelab run`, `torchrun` on two nodes and the hand-over, as printed."""
-    machine = "--machine A100-80GB --node 1 --inside 1e9 --bandwidth 1e9 --memory 3.2e6"
-    sizes = "--layers 6 --hidden 64 --heads 4 --sequence 32 --vocabulary 100"
-    assert main(f"plan --devices 2 --batch 4 {sizes} {machine} --zero 0 --json".split()) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"]["pipeline"] == 2
-    split, run, torchrun, export, titan = found["start"]
-    assert eval(split.split("layers, ")[1][:-1]) == found["best"]["balance"]
-    assert main(shlex.split(run)[1:]) == 0
-    assert "Check passed" in capsys.readouterr().out
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = f"127.0.0.1:{free.getsockname()[1]}"
-    assert torchrun.startswith("torchrun --nnodes 2 ") and "NODE0:29500" in torchrun
-    agent = shlex.split(torchrun.replace("NODE0:29500", meeting))[1:]
+def on_two_nodes(agent):
+    """What the ranks of two such agents print."""
     agents = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *agent],
@@ -455,7 +443,32 @@ def test_the_printed_lines_run(capsys, tmp_path, monkeypatch):
         for agent in agents:
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], outputs[0][1][-2000:]
-    assert "Check passed" in "".join(out for out, _ in outputs)
+    return "".join(out for out, _ in outputs)
+
+
+@pytest.mark.parametrize("real", [False, *thorough(True)])
+def test_the_printed_lines_run(real, capsys, tmp_path, monkeypatch):
+    """`pipelab run`, `torchrun` on two nodes and the hand-over, as printed; its agents' options are
+    read by torch's own parser, and `real` starts them."""
+    machine = "--machine A100-80GB --node 1 --inside 1e9 --bandwidth 1e9 --memory 3.2e6"
+    sizes = "--layers 6 --hidden 64 --heads 4 --sequence 32 --vocabulary 100"
+    assert main(f"plan --devices 2 --batch 4 {sizes} {machine} --zero 0 --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["pipeline"] == 2
+    split, run, torchrun, export, titan = found["start"]
+    assert eval(split.split("layers, ")[1][:-1]) == found["best"]["balance"]
+    assert main(shlex.split(run)[1:]) == 0
+    assert "Check passed" in capsys.readouterr().out
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    assert torchrun.startswith("torchrun --nnodes 2 ") and "NODE0:29500" in torchrun
+    agent = shlex.split(torchrun.replace("NODE0:29500", meeting))[1:]
+    told = get_args_parser().parse_args(agent)
+    assert (told.nnodes, told.nproc_per_node, told.module) == ("2", "1", True)
+    assert [told.training_script, *told.training_script_args] == shlex.split(run)
+    if real:
+        assert "Check passed" in on_two_nodes(agent)
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(export)[1:]) == 0
     options = Path("hand-over/options.txt").read_text()

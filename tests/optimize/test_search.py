@@ -9,7 +9,7 @@ import signal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import (
@@ -38,6 +38,7 @@ from pipelab.optimize.order.list_scheduler import (
 from pipelab.optimize.order.problem import OrderProblem, placement_named
 from pipelab.predict.simulate import delays, durations
 from pipelab.table.action import insert_updates
+from tests.conftest import examples
 
 UNEVEN = Costs([1, 2, 1.5, 1], [1, 2.5, 1.5, 2], [1, 1.5, 1, 0.5], transfer=0.25)
 
@@ -142,7 +143,7 @@ def test_eight_devices():
     assert (found.proof.makespan, found.proof.bound) == (55, 55)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     p=st.integers(1, 4),
     m=st.integers(1, 9),

@@ -56,31 +56,29 @@ def torchrun(ranks, *script):
 
 @pytest.mark.parametrize("ranks", [2, *thorough(4)])
 def test_torchs_runtime_has_one_devices_gradients(ranks, tmp_path):
+    """The check sees a table that torch trains wrong, too: the last stage's forwards out of order,
+    put into a folder by hand, since `export` refuses them."""
     folders = [tmp_path / name for name in TABLES]
     for folder in folders:
         schedule = TABLES[folder.name](ranks)
         uneven = [1 + s % 3 for s in range(schedule.stages)]
         plan = export(schedule, "torch", folder, layers=uneven)
         assert plan["placement"] == schedule.placement and plan["layers"] == uneven
-    worker = Path(__file__).parents[1] / "workers" / "exported.py"
-    done = torchrun(ranks, worker, *folders)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines() == [EQUAL] * len(TABLES)
-
-
-def test_the_check_sees_a_table_that_torch_trains_wrong(tmp_path):
-    """The last stage's forwards out of order, put into a folder by hand: `export` refuses them."""
-    folder = tmp_path / "out"
-    plan = export(make("gpipe", 2, 4), "torch", folder)
-    text = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1F2,1F1,1F3,1I0,1I1,1I2,1I3,1W0,1W1,1W2,1W3\n"
-    (folder / "schedule.csv").write_text(text)
-    done = torchrun(2, folder / "check.py")
+    worker = Path(__file__).parents[1] / "workers" / "in_turn.py"
+    wrong = tmp_path / "wrong"
+    plan = export(make("gpipe", ranks, 4), "torch", wrong)
+    *rows, _ = make("gpipe", ranks, 4).to_torch_csv().splitlines()
+    cells = ["F0", "F2", "F1", "F3", "I0", "I1", "I2", "I3", "W0", "W1", "W2", "W3"]
+    text = "\n".join([*rows, ",".join(f"{ranks - 1}{cell}" for cell in cells)])
+    (wrong / "schedule.csv").write_text(text)
+    done = subprocess.run([sys.executable, wrong / "check.py"], capture_output=True, text=True)
     assert done.returncode and "schedule.csv is not the table" in done.stderr
     plan["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (folder / "plan.json").write_text(json.dumps(plan))
-    done = torchrun(2, folder / "check.py")
-    assert done.returncode
-    assert float(done.stdout.split(": ")[1]) > 1
+    (wrong / "plan.json").write_text(json.dumps(plan))
+    done = torchrun(ranks, worker, *(folder / "check.py" for folder in (*folders, wrong)))
+    *said, last = done.stdout.splitlines()
+    assert said == [EQUAL] * len(TABLES), done.stderr[-4000:]
+    assert done.returncode and float(last.split(": ")[1]) > 1
 
 
 @pytest.mark.thorough

@@ -663,6 +663,7 @@ def test_a_missing_library_is_named_with_what_to_install(library, call, monkeypa
         call()
 
 
+@pytest.mark.thorough
 def test_gpt2_through_all_of_them():
     """Token by token the same loss and the same gradients, each in its own processes."""
     torch.manual_seed(0)

@@ -1,8 +1,6 @@
 """Alpa's tutorial runs here, and its own size is planned at the first try."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,17 +10,16 @@ import pytest
 import tests.jax_setup  # noqa: F401
 from pipelab.pipeshard import ManualStages, Pipeshard, PipeshardError, parallelize
 from pipelab.pipeshard.auto import AutoStages
+from tests.conftest import thorough
 from tests.pipeshard import alpa_tutorial
 
 SCRIPT = Path(alpa_tutorial.__file__)
 
 
-def test_the_script_runs_with_few_lines_changed():
-    run = subprocess.run(
-        [sys.executable, SCRIPT, "32", "256"], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("Check passed") == 2 and "Plan on 8 x A100-80GB" in run.stdout
+def test_the_script_runs_with_few_lines_changed(capsys):
+    alpa_tutorial.main(32, 256)
+    said = capsys.readouterr().out
+    assert said.count("Check passed") == 2 and "Plan on 8 x A100-80GB" in said
     lines = SCRIPT.read_text().splitlines()
     changed = [line for line in lines if "# Alpa:" in line]
     removed = [line for line in lines if re.match(r"\s*# - ", line)]
@@ -49,12 +46,14 @@ def _shapes():
     return make(apply_fn=model.apply, params=params, tx=tx), {"x": x, "y": x}
 
 
+@pytest.mark.thorough  # in make test the script plans a smaller size
 def test_the_tutorials_size_is_two_stages_on_four_devices_each(full):
     assert full.layers == [[0], [1]]
     assert [stage.submesh for stage in full.chosen] == [(1, 4), (1, 4)]
     assert str(full).startswith("Plan on 8 x A100-80GB: 2 stages of 30 possible ones")
 
 
+@pytest.mark.thorough
 def test_why_the_second_stage_is_not_4_1_as_alpa_printed_it(full):
     """Alpa's profiles leave the gradients' reduction out: a micro-batch takes less on (4, 1)."""
     last = {each.logical: each for each in full.profiles if each.layers == (1, 1)}
@@ -68,12 +67,14 @@ def test_why_the_second_stage_is_not_4_1_as_alpa_printed_it(full):
     assert 16 < data.reduction / saved < 160
 
 
-def test_a_machine_may_be_named_and_here_is_the_host():
+@pytest.mark.parametrize(
+    ("machine", "name"), [("here", "host device"), *thorough(("H100-80GB", "H100-80GB"))]
+)
+def test_a_machine_may_be_named_and_here_is_the_host(machine, name):
     step, arguments = alpa_tutorial.train_step, alpa_tutorial.start(16, 64)
-    for machine, name in (("here", "host device"), ("H100-80GB", "H100-80GB")):
-        method = Pipeshard(4, alpa_tutorial.AUTOMATIC.layers, AutoStages(machine), devices=2)
-        plan = parallelize(step, method).compile(*arguments).auto
-        assert str(plan).startswith(f"Plan on 2 x {name}: ")
+    method = Pipeshard(4, alpa_tutorial.AUTOMATIC.layers, AutoStages(machine), devices=2)
+    plan = parallelize(step, method).compile(*arguments).auto
+    assert str(plan).startswith(f"Plan on 2 x {name}: ")
     method = Pipeshard(4, alpa_tutorial.AUTOMATIC.layers, AutoStages("B900"), devices=2)
     with pytest.raises(PipeshardError, match=r"machine=.B900.: use .here., .*A100-80GB"):
         parallelize(step, method).compile(*arguments)

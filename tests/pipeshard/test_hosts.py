@@ -127,8 +127,10 @@ def test_four_processes():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        *thorough(("kill 0", "process 0 disconnected; it was at: mesh 0")),
-        ("kill 1", "process 1 disconnected; it was at: mesh 1"),
+        *thorough(
+            ("kill 0", "process 0 disconnected; it was at: mesh 0"),
+            ("kill 1", "process 1 disconnected; it was at: mesh 1"),
+        ),
         ("stop 1", "no action ended within 3 s: "),
     ],
 )
@@ -151,6 +153,7 @@ def test_a_process_that_makes_no_call_is_named():
     assert found["error"].startswith("process 1 has not made the call within 3 s: make it in all")
 
 
+@pytest.mark.thorough
 def test_nobody_waits_for_a_process_that_has_ended():
     # Was: until jax's end gave the other ones up, which takes five minutes by default.
     statuses, outs, errors = start("early", 2)

@@ -24,6 +24,7 @@ from pipelab.pipeshard import (
     parallelize,
     value_and_grad,
 )
+from tests.conftest import thorough
 
 SCHEDULES = [("inter_layer", 1), ("gpipe", 1), ("pipedream_flush", 1), ("interleaved", 2)]
 
@@ -111,7 +112,7 @@ def test_every_flush_schedule_equals_one_device(schedule, virtual):
     assert all(span.end > span.start for span in pipeline.timeline.spans)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "pipedream_flush"])
+@pytest.mark.parametrize("schedule", [*thorough("gpipe"), "pipedream_flush"])
 def test_adam_in_double_precision(schedule):
     with jax.enable_x64(True):
         step, start = step_of(mse, optax.adam(1e-3))
@@ -275,7 +276,9 @@ def language(width=8, words=11, samples=16):
     return params, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-@pytest.mark.parametrize(("schedule", "jitted"), [("gpipe", True), ("pipedream_flush", False)])
+@pytest.mark.parametrize(
+    ("schedule", "jitted"), [*thorough(("gpipe", False)), ("pipedream_flush", True)]
+)
 def test_tied_weights_skips_masks_checkpoints_and_clipping(schedule, jitted):
     params, batch = language()
     step, start = step_of(
@@ -531,7 +534,7 @@ def dropout_loss(params, batch, key, rate=0.5):
     return jnp.mean((x @ params[1] - batch["y"]) ** 2)
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("make_key", [jax.random.key, *thorough(jax.random.PRNGKey)])
 def test_every_microbatch_draws_its_own(make_key):
     def step(state, batch):
         params, key, count = state
@@ -584,7 +587,7 @@ class Linen(linen.Module):
         return linen.Dense(3)(x)
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [*thorough(False), True])
 def test_linen_train_state(train):
     model, batch = Linen(), data(16)
     params = model.init(jax.random.key(0), batch["x"])["params"]
@@ -624,7 +627,7 @@ class Nnx(nnx.Module):
         return self.second(self.dropout(x))
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [*thorough(False), True])
 def test_nnx_split_and_merge(train):
     model = Nnx(nnx.Rngs(0))
     (model.train if train else model.eval)()

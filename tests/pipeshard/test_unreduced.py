@@ -1,6 +1,7 @@
 """Gradients of a data-parallel mesh: no backward reduces them, the update does it once."""
 
 import re
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec
 import tests.jax_setup  # noqa: F401
 from pipelab.pipeshard import ManualStages, Pipeshard, mark_pipeline_boundary, parallelize
 from pipelab.pipeshard.auto.hlo import collectives
+from tests.conftest import thorough
 from tests.pipeshard.test_pipeshard import assert_equal, data, mse, network, step_of, worst
 
 MICRO = 4
@@ -42,17 +44,20 @@ def reduced(compiled, shapes):
     return [line for line in lines if any(shape in line.split("=")[1] for shape in wanted)]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "pipedream_flush", "zb_h1"])
+STAGES = {
+    "2+4": ManualStages([[0, 1], [2, 3]], [2, 4]),
+    "1+2": ManualStages([[0], [1, 2, 3]], [1, 2]),
+    "(2,2)+(2,1)": ManualStages([[0, 1], [2, 3]], [(2, 2), (2, 1)], columns),
+}
+EACH_ONCE = [("gpipe", "2+4"), ("pipedream_flush", "1+2"), ("zb_h1", "(2,2)+(2,1)")]
+EVERY = list(product(["gpipe", "pipedream_flush", "zb_h1"], STAGES))
+
+
 @pytest.mark.parametrize(
-    "stages",
-    [
-        ManualStages([[0, 1], [2, 3]], [2, 4]),
-        ManualStages([[0], [1, 2, 3]], [1, 2]),
-        ManualStages([[0, 1], [2, 3]], [(2, 2), (2, 1)], columns),
-    ],
-    ids=["2+4", "1+2", "(2,2)+(2,1)"],
+    ("schedule", "name"), [*EACH_ONCE, *thorough(*(of for of in EVERY if of not in EACH_ONCE))]
 )
-def test_no_backward_reduces_a_gradient_and_an_update_does_once(schedule, stages):
+def test_no_backward_reduces_a_gradient_and_an_update_does_once(schedule, name):
+    stages = STAGES[name]
     step, start = step_of(mse, optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)))
     params = network(WIDTHS)
     method = Pipeshard(MICRO, stages=stages, schedule=schedule)

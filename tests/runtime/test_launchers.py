@@ -91,10 +91,8 @@ def expected():
     )
 
 
-def test_two_agents_run_what_threads_run(expected, tmp_path):
-    statuses, outs, errors = worker("plain", tmp_path, ranks=1, nodes=2)
-    assert statuses == [0, 0], errors
-    result = only(outs)
+def test_two_agents_run_what_threads_run(expected, two):
+    _, _, (result, *_) = two
     assert result["passed"] is True
     assert result["losses"] == expected.losses
     assert result["late"] >= 0  # one clock
@@ -111,13 +109,15 @@ OTHERS = {  # a thing that differs in rank 1 -> what the error says
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A folder in which two ranks have failed, then trained, stopped and resumed, then trained
-    again; and what they said of it: the errors of both by twist, and rank 0's results.
+    """A folder in which the ranks of two agents have trained, failed, then trained, stopped and
+    resumed, then trained again; and what they said of it: the errors of both by twist, and rank
+    0's results.
     """
     folder = tmp_path_factory.mktemp("two")
-    statuses, outs, errors = worker(",".join([*OTHERS, "resume", "uneven"]), folder)
-    assert statuses == [0], errors
-    said, failed = [json.loads(line) for line in outs[0].splitlines()], defaultdict(list)
+    twists = ",".join(["plain", *OTHERS, "resume", "uneven"])
+    statuses, outs, errors = worker(twists, folder, ranks=1, nodes=2)
+    assert statuses == [0, 0], errors
+    said, failed = [json.loads(line) for line in "".join(outs).splitlines()], defaultdict(list)
     for one in said:
         if "error" in one:
             failed[one["twist"]].append(one["error"])
@@ -125,7 +125,7 @@ def two(tmp_path_factory):
 
 
 def test_messages_of_changing_sizes_on_ranks(two):
-    _, _, (_, result) = two
+    _, _, (*_, result) = two
     assert result["passed"] is True
     on_threads = shown(uneven(check=False))
     assert (result["losses"], result["sums"]) == (on_threads["losses"], on_threads["sums"])
@@ -149,7 +149,7 @@ def test_all_ranks_raise_the_same_error_and_the_next_run_works(twist, two):
 
 
 def test_a_resumed_run_on_ranks_is_the_run_on_threads(expected, two):
-    folder, _, (result, _) = two
+    folder, _, (_, result, _) = two
     assert result["losses"] == expected.losses[2:]
     assert result["passed"] is True
     files = sorted(p.name for p in (folder / "checkpoint").iterdir())
@@ -222,7 +222,9 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize(("ranks", "which"), [*thorough((2, 0)), (3, 1)])
+# In make test: two ranks catch the errors of OTHERS, go on and end well.
+@pytest.mark.thorough
+@pytest.mark.parametrize(("ranks", "which"), [(2, 0), (3, 1)])
 def test_ranks_that_catch_an_error_go_on_and_end_as_any_script(ranks, which, tmp_path):
     # Was: those of which a thread still waited inside gloo were ended by SIGABRT.
     script = tmp_path / "catches.py"
@@ -261,6 +263,7 @@ def test_the_command_line_on_two_agents():
     assert len(result["losses"]) == 2
 
 
+@pytest.mark.thorough  # its ranks are torchrun's; in make test lecture 15 starts it
 @pytest.mark.skipif(
     not (Path(sys.executable).parent / "deepspeed").exists(), reason="needs deepspeed"
 )

@@ -33,9 +33,10 @@ from pipelab.runtime.torch.weights import VersionedStage
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.wings import wing_of
 from pipelab.runtime.worker import Order
-from tests.conftest import FLUSH, tables
+from tests.conftest import FLUSH, examples, pairs, tables
 
 SGD = partial(torch.optim.SGD, lr=0.1)
+FUZZ = int(os.environ.get("PIPELAB_FUZZ", "0"))  # so many random tables
 
 
 def stages(count, width=6, dtype=torch.float64, seed=0):
@@ -64,12 +65,17 @@ def size_of(name, p, m, k=2):
     return make(name, p, m, batches=k, virtual=2 if name == "interleaved" else 1)
 
 
-@pytest.mark.parametrize("recompute", Recompute)
+OPTIMIZERS = [
+    SGD,
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    torch.optim.Adam,
+    torch.optim.AdamW,
+]
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    [SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW],
+    ("name", "optimizer", "recompute"), pairs(FLUSH, OPTIMIZERS, list(Recompute))
 )
-@pytest.mark.parametrize("name", FLUSH)
 def test_every_gradient_equals_the_reference(name, optimizer, recompute):
     schedule = size_of(name, 3, 4)
     result = run(
@@ -82,7 +88,7 @@ def test_every_gradient_equals_the_reference(name, optimizer, recompute):
     assert result.losses == pytest.approx(np.reshape(result.microbatch_losses, (2, 4)).mean(1))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(tables(names=FLUSH, largest=4), st.integers(0, 5))
 def test_all_small_sizes_with_uneven_micro_batches(case, extra):
     schedule, _, m, _, k = case
@@ -628,9 +634,14 @@ class Aside(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"clip": 1e-2}, {"replicas": 2}])
-@pytest.mark.parametrize("least", [0, 1], ids=["nan", "zero"])
-@pytest.mark.parametrize("name", ["gpipe", "zb_h1"])
+@pytest.mark.parametrize(
+    ("name", "least", "options"),
+    pairs(
+        ["gpipe", "zb_h1"],
+        [0, 1],  # nan, zero
+        [{}, {"recompute": "always"}, {"clip": 1e-2}, {"replicas": 2}],
+    ),
+)
 def test_a_batch_whose_loss_counts_nothing_is_a_step(name, least, options):
     # Was: the optimizer was left out, in the reference as well.
     optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
@@ -730,25 +741,23 @@ def decaying(parameters):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("optimizer", [SGD, ADAM, torch.optim.AdamW, decaying])
-@pytest.mark.parametrize("rule", WITHOUT_FLUSH)
-def test_asynchronous_schedules_follow_their_papers_rule(rule, optimizer, clip):
-    schedule = WITHOUT_FLUSH[rule]
-    for recompute in Recompute:
-        result = run(
-            schedule,
-            stages(4),
-            batches(schedule.batches, 13),
-            F.mse_loss,
-            optimizer,
-            clip=clip,
-            recompute=recompute,
-        )
-        assert result.check.passed, result.check
-        assert result.check.max_rel < 1e-12
-        assert result.check.rule.lower().replace("weight ", "").startswith(rule)
-        assert result.weight_versions == schedule.weight_versions
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "clip", "recompute"),
+    pairs(
+        [*WITHOUT_FLUSH],
+        [SGD, ADAM, torch.optim.AdamW, decaying],
+        [None, 0.05],
+        list(Recompute),
+    ),
+)
+def test_asynchronous_schedules_follow_their_papers_rule(rule, optimizer, clip, recompute):
+    schedule, data = WITHOUT_FLUSH[rule], batches(WITHOUT_FLUSH[rule].batches, 13)
+    options = {"clip": clip, "recompute": recompute}
+    result = run(schedule, stages(4), data, F.mse_loss, optimizer, **options)
+    assert result.check.passed, result.check
+    assert result.check.max_rel < 1e-12
+    assert result.check.rule.lower().replace("weight ", "").startswith(rule)
+    assert result.weight_versions == schedule.weight_versions
 
 
 def test_versions_are_measured_by_their_storages():
@@ -841,7 +850,7 @@ def random_tables(draw):
     return Schedule("random", rows, tuple(s % p for s in range(n)), total, per_update=per_update)
 
 
-@settings(max_examples=int(os.environ.get("PIPELAB_FUZZ", "60")))
+@(settings(max_examples=FUZZ) if FUZZ else examples(60))
 @given(random_tables(), st.sampled_from(Recompute))
 def test_random_tables_equal_the_reference(schedule, recompute):
     result = run(

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +16,7 @@ from pipelab.models import mlp, split
 from pipelab.models.skip import Pop, Stash, with_skips
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.torch.device import CpuDevice
-from tests.conftest import FLUSH, tables
+from tests.conftest import FLUSH, examples, pairs, tables, thorough
 from tests.runtime.test_run import SGD, batches, decaying, stages
 
 BACKENDS = ("threads", "processes")
@@ -36,9 +36,7 @@ def tied(count=3):
     return modules
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("clip", [None, 1e-2])
-@pytest.mark.parametrize("name", FLUSH)
+@pytest.mark.parametrize(("name", "clip", "backend"), pairs(FLUSH, [None, 1e-2], BACKENDS))
 def test_tied_weights_have_one_gradient(name, clip, backend):
     schedule = make(name, 3, 4, batches=2, virtual=2 if name == "interleaved" else 1)
     modules = tied(schedule.stages)
@@ -325,7 +323,7 @@ def test_autocast_to_bfloat16(backend):
 # ---- replicas
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     tables(names=FLUSH, largest=3),
     st.integers(2, 3),
@@ -457,20 +455,20 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
 
 
-WAYS = [
-    ("threads", SGD),
-    ("threads", momentum),
-    ("threads", ADAMW),
-    ("threads", decaying),
-    ("processes", ADAMW),
+# Each rule under two optimizers and, if it has no flush, in processes.
+OPTIMIZERS = [SGD, momentum, ADAMW, decaying]
+SOME = [(rule, "threads", OPTIMIZERS[(i + j) % 4]) for i, rule in enumerate(RULES) for j in (0, 2)]
+SOME += [(rule, "processes", ADAMW) for rule in RULES if rule[0].startswith("pipedream")]
+EVERY = [
+    *((rule, "threads", optimizer) for rule in RULES for optimizer in OPTIMIZERS),
+    *((rule, "processes", ADAMW) for rule in RULES),
 ]
 
 
 @pytest.mark.parametrize(
-    ("backend", "optimizer"), WAYS, ids=["sgd", "momentum", "adamw", "scheduled", "adamw-processes"]
+    ("rule", "backend", "optimizer"), [*SOME, *thorough(*(of for of in EVERY if of not in SOME))]
 )
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_stopped_and_resumed_is_not_stopped(rule, optimizer, backend, tmp_path):
+def test_stopped_and_resumed_is_not_stopped(rule, backend, optimizer, tmp_path):
     schedule, modules, data = (
         make(rule[0], 3, 3, batches=5, reads=rule[1]),
         dropping(),

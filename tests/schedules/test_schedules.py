@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -26,7 +26,7 @@ from pipelab.optimize.order.problem import OrderProblem
 from pipelab.predict.theory import THEORY
 from pipelab.schedules import SCHEDULES, takes
 from pipelab.schedules.names import ALSO_KNOWN_AS
-from tests.conftest import SPLIT, tables
+from tests.conftest import SPLIT, examples, tables
 from tests.runtime import test_run
 
 FIGURES = {
@@ -132,7 +132,7 @@ def test_peaks_of_split_backwards_are_the_papers():
 seconds = st.sampled_from([0, 0.5, 1, 1.25, 3])
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data(), st.integers(1, 6), st.integers(1, 12), st.integers(1, 2))
 def test_the_automatic_schedule_keeps_to_its_memory(data, p, m, batches):
     """Any costs, any memory: complete, no deadlock, nowhere more bytes than the limit."""
@@ -151,7 +151,7 @@ def test_the_automatic_schedule_keeps_to_its_memory(data, p, m, batches):
     assert max(memory(found, costs).peak("activations")) <= limit + 1e-9
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data(), st.sampled_from(["zb", "zb_v"]), st.integers(1, 5), st.integers(1, 9))
 def test_no_named_schedule_of_its_placement_that_fits_is_faster(data, name, p, m):
     placement = make(name, p, 1).placement

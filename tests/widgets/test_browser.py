@@ -16,7 +16,6 @@ from jupyter_lab import (
     set_theme,
     write_notebook,
 )
-from tests.conftest import thorough
 
 expect = pytest.importorskip("playwright.sync_api").expect
 PATIENCE = 60_000  # milliseconds: on a busy machine what is waited for may come late
@@ -184,6 +183,7 @@ def test_controls_by_keyboard_and_from_python(page, tmp_path):
     expect(page.get_by_label("micro-batches m", exact=True)).to_have_value("12")
 
 
+@pytest.mark.thorough
 def test_pointing_at_actions_by_mouse_and_keys(page, tmp_path):
     about, svg = page.locator(".about"), page.locator(".pipelab-explorer svg")
     chosen, others = about.locator("dt").first, svg.locator(".selection rect:not(.chosen)")
@@ -227,6 +227,7 @@ STOP = """(stop) => {
 }"""
 
 
+@pytest.mark.thorough
 def test_playing_lights_up_what_runs(page):
     svg, play, clock = (
         page.locator(f".pipelab-explorer {part}") for part in ("svg", ".play", ".clock")
@@ -246,7 +247,8 @@ def test_playing_lights_up_what_runs(page):
     expect(clock).to_have_text(re.compile(r"^t = \d+$"))  # a start
 
 
-@pytest.mark.parametrize("theme", [*thorough("JupyterLab Light"), "JupyterLab Dark"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_path):
     set_theme(folder, theme)
     write_notebook(
@@ -293,6 +295,7 @@ def executed(source):
     return notebook
 
 
+@pytest.mark.thorough
 def test_a_saved_explorer_shows_without_running(folder, address, new_page, tmp_path):
     notebook = executed(CELL)
     nbformat.write(notebook, folder / "saved.ipynb")
@@ -327,6 +330,7 @@ LOADED = """(count) => {
 }"""
 
 
+@pytest.mark.thorough
 def test_the_stored_lecture_shows_its_explorer_without_running(folder, address, new_page):
     notebook = nbformat.read(LECTURES / "02_gpipe.ipynb", as_version=4)
     assert "pipelab.widgets.explorer.Explorer" in str(notebook.metadata.widgets), (
@@ -365,6 +369,7 @@ def boxes(page, picture=".picture"):
     return page.locator(f".pipelab-editor {picture} svg .lanes g.action")
 
 
+@pytest.mark.thorough
 def test_a_level_is_solved_run_and_measured_by_keyboard_alone(folder, address, new_page, tmp_path):
     set_theme(folder, "JupyterLab Dark")
     source = "from pipelab.widgets import Editor\nEditor('first')"
@@ -422,6 +427,7 @@ def test_a_level_is_solved_run_and_measured_by_keyboard_alone(folder, address, n
     expect(boxes(page)).to_have_count(2)
 
 
+@pytest.mark.thorough
 def test_the_stored_editor_shows_without_running(folder, address, new_page):
     set_theme(folder, "JupyterLab Light")
     notebook = nbformat.read(LECTURES / "90_design_your_own.ipynb", as_version=4)

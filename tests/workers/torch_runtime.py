@@ -1,4 +1,4 @@
-"""One rank of torch.distributed.pipelining on an exported table, started by test_torch_runtime."""
+"""One rank of torch.distributed.pipelining on exported tables, started by test_torch_runtime."""
 
 import os
 import sys
@@ -11,15 +11,15 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn import functional as F
 
 
-def main(folder: str, microbatches: int, placement: str) -> None:
-    dist.init_process_group("gloo")
+def main(folder: str) -> None:
+    """Carry out the table in the folder, and leave this rank's gradients there."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    modules = torch.load(os.path.join(folder, "stages.pt"), weights_only=False)
-    x, y = torch.load(os.path.join(folder, "batch.pt"))
-    home = generate_stage_to_rank_mapping(world, len(modules), style=placement)
+    job = torch.load(os.path.join(folder, "job.pt"), weights_only=False)
+    modules, (x, y) = job["stages"], job["batch"]
+    home = generate_stage_to_rank_mapping(world, len(modules), style=job["placement"])
     mine = [s for s in range(len(modules)) if home[s] == rank]
     stages = [PipelineStage(modules[s], s, len(modules), torch.device("cpu")) for s in mine]
-    schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=F.mse_loss)
+    schedule = _PipelineScheduleRuntime(stages, job["microbatches"], loss_fn=F.mse_loss)
     schedule.stage_index_to_group_rank = home
     for stage in stages:
         stage.stage_index_to_group_rank = home
@@ -30,8 +30,10 @@ def main(folder: str, microbatches: int, placement: str) -> None:
     )
     gradients = {f"{s}.{n}": p.grad for s in mine for n, p in modules[s].named_parameters()}
     torch.save(gradients, os.path.join(folder, f"gradients{rank}.pt"))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    dist.init_process_group("gloo")
+    for each in sys.argv[1:]:
+        main(each)
+    dist.destroy_process_group()

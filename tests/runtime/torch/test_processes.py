@@ -410,7 +410,8 @@ def test_models_and_functions_of_a_script_without_a_guard(short_path):
     assert (out, process.returncode) == ("True\n", 0), err
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+# Killed in make test, too: test_ranks.
+@pytest.mark.parametrize("how", [signal.SIGINT, *thorough(signal.SIGKILL)])
 def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, short_path):
     process = start(short_path, "wait")
     logs = lambda: [p for p in short_path.glob("pipelab-*/log*") if p.read_text()]  # noqa: E731

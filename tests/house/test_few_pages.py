@@ -1,0 +1,92 @@
+"""A few of the site's pages, built and used in a browser; `make test-all` does it with all."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from jupyter_lab import chromium
+from pipelab import make, simulate
+from tests.house.test_play import DESK, PACKAGES, expect, placed, press, shows
+
+ROOT = Path(__file__).parents[2]
+PAGES = "docs/index.md", "docs/play/*.md", "notebooks/06_pipedream_flush.ipynb"
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, PACKAGES)), reason="needs pip install 'pipelab[site]'"
+)
+in_a_browser = pytest.mark.skipif(chromium() is None, reason="needs Chromium and Playwright")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages in place of the whole site; what others would be linked to is missing."""
+    folder = tmp_path_factory.mktemp("pages")
+    command = [sys.executable, "-m", "sphinx", "-q", "-c", ROOT / "docs", "-d", folder / "doctrees"]
+    command += ["-D", f"include_patterns={','.join(PAGES)}", "-D", "suppress_warnings=myst,toc"]
+    command += [ROOT, folder / "site"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+def test_a_lectures_page_has_its_formulas_pictures_and_outputs(site):
+    page = (site / "notebooks" / "06_pipedream_flush.html").read_text()
+    assert "<mfrac>" in page and "$$" not in page
+    assert 'class="pipelab-play"' in page and "Check passed" in page
+    pictures = re.findall(r'<img [^>]*alt="([^"]*)"', page)
+    assert pictures and all(len(words.split()) >= 4 for words in pictures)
+
+
+@in_a_browser
+def test_the_explorer_and_the_editor_play(playing):
+    page = playing("play/explorer.html")
+    page.locator("[name=schedule]").select_option("gpipe")
+    shows(page, "makespan", f"{simulate(make('gpipe', 4, 8)).makespan:.5g}")
+    page = playing("docs/play/editor.html#first")
+    page.locator("[name=help]").focus()
+    press(page, "Tab", "F", "0", "F", "1")
+    expect(placed(page)).to_have_count(2)
+
+
+@in_a_browser
+def test_an_exercise_is_answered_on_its_page(playing):
+    page = playing("notebooks/06_pipedream_flush.html")
+    cell = page.locator(".cell:has([data-name='06-a'])")
+    for guess, said in ((20, "You said 20, it is 21"), (21, "Right: 21.")):
+        cell.locator("textarea").fill(f'my_guess = {guess}\nteach.guess("06-a", my_guess)')
+        cell.locator("textarea").press("Control+Enter")
+        expect(cell.locator(".said")).to_contain_text(said)
+
+
+@in_a_browser
+def test_a_page_without_scripts_has_a_picture_and_a_sentence(open_page, address):
+    page = open_page(DESK, java_script_enabled=False)
+    page.goto(f"{address}/notebooks/06_pipedream_flush.html")
+    expect(page.locator(".pipelab-play img").first).to_be_visible()
+    expect(page.locator(".pipelab-play p").first).to_contain_text("With JavaScript")
+
+
+def test_pyodide_is_the_pinned_one(tmp_path, monkeypatch):
+    import browser
+
+    def packed(command, **_):
+        place = Path(command[-1]) / f"pyodide-{browser.VERSION}.tgz"
+        with tarfile.open(place, "w:gz") as archive:
+            for name in browser.FILES:
+                archive.addfile(tarfile.TarInfo(f"package/{name}"), io.BytesIO())
+        return browser.subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(browser, "ROOT", tmp_path)
+    monkeypatch.setattr(browser.shutil, "which", lambda name: name)
+    monkeypatch.setattr(browser.subprocess, "run", packed)
+    with pytest.raises(ValueError, match="has the integrity"):
+        browser.pyodide.__wrapped__()
+    monkeypatch.setattr(browser.shutil, "which", lambda name: None)
+    assert browser.pyodide.__wrapped__() is None
