@@ -63,9 +63,10 @@ def run(
     backend    "threads" of this process, or "processes" of this machine, one a device (messages
                over gloo). Default: threads; in a process that torchrun or another launcher
                started, that process is one of the ranks (messages over gloo, or NCCL where every
-               rank has a GPU of its own). "jax": threads, with jitted stages; after jax.distributed.initialize,
-               over all processes, which all make this call. Its heartbeat_timeout_seconds (100) has
-               to be above `timeout`: a process that hangs is ended by it, without a RunError
+               rank has a GPU of its own). "jax": threads, with jitted stages; after
+               jax.distributed.initialize, over all processes, which all make this call. Its
+               heartbeat_timeout_seconds (100) has to be above `timeout`: a process that hangs is
+               ended by it, without a RunError
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its
                own CUDA stream); one name for all; default: the GPUs in turn if there are any, else
                the CPU. For jax: such as ["cpu:0", "cpu:1"], or jax.devices(), taken in turn
