@@ -121,7 +121,7 @@ def perform(
 def perform_once(
     work: Callable[..., Any], job: RankJob, progress: Callable[[int], None], *_: Any
 ) -> Iterator[Any]:
-    """work(job, progress), alone."""
+    """work(job, progress), once, without orders."""
     yield work(job, progress)
 
 

@@ -165,8 +165,8 @@ def _start_server() -> None:
             raise
         folder = tempfile.gettempdir()
         raise ValueError(
-            f"processes meet at a socket in the folder for temporary files, and the path of "
-            f"{folder} is too long for one: set TMPDIR to a shorter path"
+            f"processes meet at a socket in {folder}, whose path is too long for one: set TMPDIR "
+            "to a shorter path"
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
