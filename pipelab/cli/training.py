@@ -1,14 +1,16 @@
 """Long trainings in parts that end with a checkpoint: one that is killed goes on from the last."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelab.cli.training_folder import TrainingFolder
-from pipelab.runtime.prepare import Options, Segment
+from pipelab.runtime.options import Options
+from pipelab.runtime.prepare import Segment
 from pipelab.runtime.result import Run
-from pipelab.runtime.run import DEFAULT, check_sequence
+from pipelab.runtime.run import check_sequence
 from pipelab.runtime.session import Session
 from pipelab.runtime.wings import wing_of
 from pipelab.table.schedule import Schedule
@@ -46,19 +48,21 @@ def train(
              It keeps the last checkpoint and the losses; what else is in it stays as it is
     check    as for `run`, or "first": only the first part of this call
     name     what is trained, in words of yours: a folder of another name is refused
-    options  of `run`, but for save, stop and resume
+    options  of `run`, as `Options` has them, but for save, stop and resume
 
     ValueError where the folder holds another training, or is used by one, or this one is done, or a
     checkpoint would replace what is not of this training; else as `run`.
     """
-    _check(every, options)
+    if every < 1:
+        raise ValueError(f"every={every}: give at least one batch a part")
     check_sequence(batches)
-    folder, wing, count = Path(folder), wing_of(options.get("backend")), len(batches)
-    options |= {"check": check == "first" or check, "save": folder}
+    folder = Path(folder)
+    checks = check == "first" or check
+    given = Options(loss=loss, optimizer=optimizer, check=checks, save=folder, **options)
+    wing = wing_of(given.backend)
 
     def session(last: Path | None) -> Session:
-        given = schedule, stages, loss, optimizer, Options(DEFAULT, options | {"resume": last})
-        return Session(wing, *given, batches=count, training=True)
+        return Session(wing, schedule, stages, replace(given, resume=last), batches=len(batches))
 
     with TrainingFolder(folder, name, wing.index) as own:
         # [1] all else is checked before the folder is touched; all ranks hear what is in it
@@ -91,13 +95,6 @@ def _trained(
     if first:
         own.keep()
     return Part(part.end, list(own.losses), result)
-
-
-def _check(every: int, options: dict[str, Any]) -> None:
-    if every < 1:
-        raise ValueError(f"every={every}: give at least one batch a part")
-    if unknown := {*options} - {*DEFAULT} | {*options} & {"save", "stop", "resume"}:
-        raise TypeError(f"train() has no option {min(unknown)!r}")
 
 
 def _look(own: TrainingFolder, batches: int, every: int) -> list[float] | Exception:

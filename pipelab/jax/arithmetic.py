@@ -15,7 +15,7 @@ import optax
 from pipelab.jax.arguments import TREES, Part
 from pipelab.jax.jaxpr import all_equations
 from pipelab.runtime.batches import samples_of
-from pipelab.runtime.stage import Recipe
+from pipelab.runtime.options import Options
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Weights
 
@@ -32,14 +32,14 @@ class JaxArithmetic(reference.Arithmetic):
     def __init__(
         self,
         parts: Sequence[Part],
-        recipe: Recipe,
+        options: Options,
         device: jax.Device,
         *,
         wide: bool,
         first: int,
         begun: Sequence[Any],
     ) -> None:
-        self.recipe, self.device, self.wide = recipe, device, wide
+        self.options, self.device, self.wide = options, device, wide
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
         self.applies, parameters = zip(*parts, strict=True)
         # [1] names and types of the weights: trees at the border, dictionaries within
@@ -63,8 +63,8 @@ class JaxArithmetic(reference.Arithmetic):
         # One optimizer for all stages, as without a pipeline, but where those of stages go on.
         self.state_of_optimizer: Any = [state.optimizer for state in begun]
         self._by_stage = bool(begun)
-        if recipe.optimizer and not wide and not begun:
-            self.state_of_optimizer = recipe.optimizer.init(list(parameters))
+        if options.optimizer and not wide and not begun:
+            self.state_of_optimizer = options.optimizer.init(list(parameters))
         self._step = jax.jit(self._stepped)
 
         # [4] the whole model as one function, jitted once for each shape of its data
@@ -72,7 +72,7 @@ class JaxArithmetic(reference.Arithmetic):
             samples = samples_of((x, y), TREES)
             for s, apply in enumerate(self.applies):
                 x = apply(weights[s], x, *([] if keys is None else [keys[s]]))
-            result = recipe.loss(x, y)
+            result = options.loss(x, y)
             mean, count = result if isinstance(result, tuple) else (result, samples)
             # The loss times what it counts: its gradient can be added up over pieces. In the loss's
             # type, as a run has it.
@@ -95,7 +95,7 @@ class JaxArithmetic(reference.Arithmetic):
         return float(mean), float(count), float(weight), of_stages
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
-        function = self._differentiate if self.recipe.training else self._value
+        function = self._differentiate if self.options.training else self._value
         with self._active():
             made = jax.make_jaxpr(function)(*self._arguments(weights, piece), 1.0)
         return max(map(_narrowed, all_equations(made.jaxpr.eqns)), default=0.0)
@@ -154,7 +154,7 @@ class JaxArithmetic(reference.Arithmetic):
         return self._step_of(weights, state, gradient)
 
     def _step_of(self, weights: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
-        change, state = self.recipe.optimizer.update(gradient, state, weights)
+        change, state = self.options.optimizer.update(gradient, state, weights)
         return optax.apply_updates(weights, change), state
 
 

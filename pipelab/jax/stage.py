@@ -19,9 +19,11 @@ from pipelab.jax.device import JaxDevice
 from pipelab.jax.host import of_program
 from pipelab.jax.jaxpr import Arrays, spec_of
 from pipelab.jax.passes import Backwards, Compiled, Groups, differentiate, passes
+from pipelab.predict.costs import Recompute
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import Bytes
 from pipelab.runtime.prepare import seed_for
-from pipelab.runtime.stage import CountingStage, Recipe
-from pipelab.runtime.worker import Bytes
+from pipelab.runtime.stage import CountingStage
 from pipelab.table.action import Kind
 
 
@@ -37,7 +39,7 @@ class JaxStage(CountingStage):
 
     apply       (parameters, x) -> y; with seeds (parameters, x, key) -> y
     parameters  a tree of arrays
-    recipe      how to train
+    options     how to train
     kinds       of the actions that it will do
     first, last whether it is that of the model
     """
@@ -47,22 +49,22 @@ class JaxStage(CountingStage):
         apply: Apply,
         parameters: Any,
         device: JaxDevice,
-        recipe: Recipe,
+        options: Options,
         kinds: Collection[Kind],
         *,
         first: bool,
         last: bool,
     ) -> None:
-        super().__init__(device, recipe, first=first, last=last)
+        super().__init__(device, options, first=first, last=last)
         self.weights = {0: jax.device_put(parameters, device.device)}
         self.state: Any = ()  # of the optimizer
-        if recipe.optimizer:
-            self.state = jax.device_put(recipe.optimizer.init(parameters), device.device)
+        if options.optimizer:
+            self.state = jax.device_put(options.optimizer.init(parameters), device.device)
         # Objects of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
-        loss = recipe.loss if last else None
+        loss = options.loss if last else None
         self._function = Function(apply, loss, frozenset(kinds), device.device)
-        self._step = step_of(recipe.optimizer)
+        self._step = step_of(options.optimizer)
         self._backwards = Backwards(device, id(self))
         self._inputs: dict[int, Any] = {}  # of micro-batches whose forward runs again
 
@@ -74,14 +76,15 @@ class JaxStage(CountingStage):
         """
         seed = np.uint32(0) if draws else None
         groups = groups_of(self.weights[self.latest], *shapes, seed, first=self.first)
-        if not self.recipe.training or any(self.recipe.recompute):
+        training, again = self.options.training, self.options.recompute is not Recompute.NEVER
+        if again or not training:
             self._function.compiled(groups, backwards=False)
-        if not self.recipe.training:
+        if not training:
             return
         # What is jitted without shapes compiles at its first call: here, before the clock starts.
         zeros = self._function.compiled(groups, backwards=True).zeros()
         mean = _divided(zeros, 1.0)
-        if self.recipe.clip is not None:
+        if self.options.clip is not None:
             _square(mean)
         jax.block_until_ready(self._step(self.weights[self.latest], self.state, self._tree(mean)))
 
@@ -92,16 +95,17 @@ class JaxStage(CountingStage):
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
-        x = self.fed[microbatch].x if self.first else received
-        if self.recipe.training and self.recomputes(microbatch):
+        given = self.fed[microbatch]
+        x = given.x if self.first else received
+        if self.training and given.recompute:
             self._inputs[microbatch] = x
             # Data of the first stage are there anyway.
             arrays = [] if self.first else jax.tree.leaves(x)
             self.device.ledger.hold(self.key(microbatch), {id(a): a.nbytes for a in arrays})
-        y, count = self._compute(microbatch, x, keep=not self.recomputes(microbatch))
+        y, count = self._compute(microbatch, x, keep=not given.recompute)
         if not self.last:
             return y
-        count = self.fed[microbatch].samples if count is None else count
+        count = given.samples if count is None else count
         self.losses[microbatch] = y, float(count)
         self.check_loss(microbatch)
         return None
@@ -118,7 +122,7 @@ class JaxStage(CountingStage):
         latest = self.weights[number]
         # Waited for: jax returns before it has computed, and the action would seem to take no time.
         new, self.state = jax.block_until_ready(self._step(latest, self.state, mean))
-        if self.recipe.keep:
+        if self.keep:
             self.stepped = mean
         self.weights[number + 1] = new
         if not self.read_later(number):
@@ -158,7 +162,7 @@ class JaxStage(CountingStage):
     def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, Any]:
         """Run the forward; returns y, or the loss, and what that counted."""
         target = self.fed[microbatch].target
-        groups, backwards = self._groups(microbatch, x, target), keep and self.recipe.training
+        groups, backwards = self._groups(microbatch, x, target), keep and self.training
         program = self._function.compiled(groups, backwards)
         if not backwards:
             floats, (others, count) = jax.block_until_ready(program(*groups))
@@ -175,7 +179,7 @@ class JaxStage(CountingStage):
         return join_parameters(floats, others), count
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[None, Arrays, float]:
-        if self.recomputes(microbatch):
+        if self.fed[microbatch].recompute:
             self.device.ledger.drop(self.key(microbatch))
             self._compute(microbatch, self._inputs.pop(microbatch), keep=True)
         if not self.last:
@@ -264,14 +268,14 @@ def _run(
 
 
 def digest_of(
-    part: Part, recipe: Recipe, shapes: tuple[Any, Any], ends: tuple[bool, bool], draws: bool
+    part: Part, options: Options, shapes: tuple[Any, Any], ends: tuple[bool, bool], draws: bool
 ) -> str:
     """Digest of what a stage does with micro-batches of these shapes, as `compile` has them.
 
     ends  whether it is the first stage, and the last
     """
     (apply, parameters), (first, last) = part, ends
-    run = partial(_run, apply, recipe.loss if last else None)
+    run = partial(_run, apply, options.loss if last else None)
     groups = groups_of(parameters, *shapes, np.uint32(0) if draws else None, first=first)
 
     # A derivative of the user's own shows in the backward alone.
@@ -279,7 +283,7 @@ def digest_of(
         results, pullback = differentiate(run, Groups(*groups))
         return results, pullback(jax.tree.map(jnp.ones_like, results[0]))
 
-    return of_program(both if recipe.training else run, *groups)
+    return of_program(both if options.training else run, *groups)
 
 
 def digest_of_optimizer(optimizer: optax.GradientTransformation, parameters: Sequence[Any]) -> str:

@@ -14,9 +14,8 @@ from pipelab.jax.distributed import Distributed
 from pipelab.jax.host import digest, of_trees
 from pipelab.jax.stage import JaxStage, digest_of, digest_of_optimizer
 from pipelab.runtime.batches import cut_batch, samples_of
-from pipelab.runtime.prepare import Options
+from pipelab.runtime.options import Options
 from pipelab.runtime.session import Wing
-from pipelab.runtime.stage import Recipe
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.worker import Job
 from pipelab.table.schedule import Schedule
@@ -32,7 +31,7 @@ class JaxJob(Job):
     """
 
     parts: dict[int, Part]
-    recipe: Recipe
+    options: Options
     shapes: Sequence[Sequence[tuple[Any, Any]]]
     draws: bool
 
@@ -44,7 +43,7 @@ class JaxJob(Job):
         kinds = {action.kind for action in self.schedule.rows[self.row]}
         for s, (apply, parameters) in self.parts.items():
             ends = {"first": s == 0, "last": s == self.schedule.stages - 1}
-            made[s] = JaxStage(apply, parameters, home, self.recipe, kinds, **ends)
+            made[s] = JaxStage(apply, parameters, home, self.options, kinds, **ends)
         return made
 
     def prepare(self, stages: dict[int, JaxStage]) -> None:
@@ -62,46 +61,45 @@ class JaxWing(Wing):
     looks = True
     draws_alike = False
 
-    def __init__(
-        self, schedule: Schedule, stages: Sequence[Any], options: Options, *, training: bool
-    ) -> None:
-        super().__init__(schedule, stages, options, training=training)
+    def __init__(self, schedule: Schedule, stages: Sequence[Any], options: Options) -> None:
+        super().__init__(schedule, stages, options)
         options.refuse("replicas", "autocast", "save", "stop", "resume")
-        self.seed = options.seed
+        self.seeded = options.seed is not None
         # Stages are looked at before a launcher is started: nothing is to be cleaned up.
         self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]
-        if training:
+        if options.training:
             check_trained(self.parts)
         self.devices = jax_devices(options.devices, schedule.devices)
         self.launcher = Threads()
         if jax.process_count() > 1:
             self.launcher = Distributed(self.devices, options.timeout, schedule.to_csv())
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        check_optimizer(optimizer, self.parts)
+    def check_optimizer(self) -> None:
+        check_optimizer(self.options.optimizer, self.parts)
 
     def look_at(self, batches: Sequence[Any]) -> None:
         count = min(self.schedule.microbatches, samples_of(batches[0], TREES))
         pieces = cut_batch(batches[0], count, 0, TREES)
-        self.shapes = _shapes(self.parts, pieces, self.seed is not None)
+        self.shapes = _shapes(self.parts, pieces, self.seeded)
 
-    def digests(self, recipe: Recipe) -> dict[str, str | None]:
+    def digests(self) -> dict[str, str | None]:
         # Processes may differ in their patience, and in how they name the same devices.
-        options = {**vars(self.options), "timeout": None, "devices": None}
-        asked = digest(options, [device.id for device in self.devices])
+        options = self.options
+        own = dict.fromkeys(("timeout", "devices", "loss", "optimizer"))
+        asked = digest({**vars(options), **own}, [device.id for device in self.devices])
         digests: dict[str, str | None] = {"what `run` was asked for": asked}
         last = len(self.parts) - 1
         # What cannot be traced has no shapes, or fails; the run says where.
         for s, (part, shapes) in enumerate(zip(self.parts, self.shapes, strict=True)):
             with suppress(Exception):
-                ends, draws = (s == 0, s == last), self.seed is not None
-                found = [digest_of(part, recipe, of, ends, draws) for of in shapes]
+                ends, draws = (s == 0, s == last), self.seeded
+                found = [digest_of(part, options, of, ends, draws) for of in shapes]
                 name = f"stage {s} with the loss" if s == last else f"stage {s}"
                 digests[name] = digest(found) if found else None
         weights = [parameters for _, parameters in self.parts]
-        if recipe.optimizer:
+        if options.optimizer:
             with suppress(Exception):
-                digests["the optimizer"] = digest_of_optimizer(recipe.optimizer, weights)
+                digests["the optimizer"] = digest_of_optimizer(options.optimizer, weights)
         return digests | of_trees(
             (f"the weights of stage {s}: ", of) for s, of in enumerate(weights)
         )
@@ -109,13 +107,13 @@ class JaxWing(Wing):
     def job(self, **fields: Any) -> JaxJob:
         pairs = zip(self.parts, self.schedule.placement, strict=True)
         parts = {s: part for s, (part, d) in enumerate(pairs) if d == fields["row"]}
-        return JaxJob(parts=parts, shapes=self.shapes, draws=self.seed is not None, **fields)
+        return JaxJob(parts=parts, shapes=self.shapes, draws=self.seeded, **fields)
 
-    def arithmetic(
-        self, recipe: Recipe, wide: bool, first: int, start: Sequence[Any]
-    ) -> JaxArithmetic:
+    def arithmetic(self, wide: bool, first: int, start: Sequence[Any]) -> JaxArithmetic:
         here = (d for d in self.devices if d.process_index == jax.process_index())
-        return JaxArithmetic(self.parts, recipe, next(here), wide=wide, first=first, begun=start)
+        return JaxArithmetic(
+            self.parts, self.options, next(here), wide=wide, first=first, begun=start
+        )
 
 
 def _shapes(

@@ -20,8 +20,9 @@ from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.tracing import Arguments
 from pipelab.pipeshard.watch import WatchedMesh
+from pipelab.runtime.orders import Order, Outcome, Record
 from pipelab.runtime.transport import Transport
-from pipelab.runtime.worker import Order, Outcome, Record, RunError, Worker
+from pipelab.runtime.worker import RunError, Worker
 from pipelab.table.action import Action
 
 split_array = jax.jit(jax.numpy.split, static_argnums=1)

@@ -15,9 +15,10 @@ from pipelab.jax.passes import Backwards
 from pipelab.pipeshard.arrays import moved
 from pipelab.pipeshard.batch.microbatches import add_arrays
 from pipelab.pipeshard.compiled import CompiledStage, Place
-from pipelab.runtime.stage import Bytes, Stage
+from pipelab.runtime.orders import Bytes, Order
+from pipelab.runtime.stage import Stage
 from pipelab.runtime.transport import Aborted, Transport
-from pipelab.runtime.worker import Job, Order, RunError
+from pipelab.runtime.worker import Job, RunError
 
 # What stages send: by variable an array, or on the way back its gradients. Stage 0 makes x for
 # stage 1 and z for stage 2; stage 1 makes y:

@@ -24,9 +24,9 @@ from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.tracing import Arguments, flatten
 from pipelab.predict.memory import Memory
 from pipelab.predict.timeline import Timeline
+from pipelab.runtime.orders import Record
 from pipelab.runtime.result import memory_of, timeline_of
 from pipelab.runtime.verdict.certificate import Check
-from pipelab.runtime.worker import Record
 
 Argnums = int | Sequence[int]
 

@@ -6,8 +6,9 @@ order of batch 0 | 1               | 2               | ...         pipedream, p 
 """
 
 from functools import cached_property
+from math import ceil
 
-from pipelab.runtime.prepare import Segment, moved
+from pipelab.runtime.prepare import Offset, Segment
 from pipelab.schedules import SCHEDULES, make
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
@@ -46,21 +47,21 @@ class Endless:
         begun  the first batch since the pipeline was empty: older ones are done
         rest   instead, what is left to do when that is done, and there is no next
         """
-        at, m = min(batch, self.steady), self.table.microbatches
+        at = min(batch, self.steady)
         more = batch - at  # as many batches later
         found = []
         for row, cuts in zip(self.table.rows, self.cuts, strict=True):
             cells = row[cuts[at + 1] :] if rest else row[cuts[at] : cuts[at + 1]]
             kept = (action for action in cells if begun - more <= self._batch(action) <= at)
-            found.append(moved(kept, more * m, more * self.updates))
+            found.append(Offset.of(self.table, more).moved(kept))
         return found
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads."""
         batch = microbatch // self.table.microbatches
-        more = max(0, batch - self.steady)
-        k = microbatch - more * self.table.microbatches
-        return self.table.versions[stage, k] + more * self.updates
+        before = Offset.of(self.table, max(0, batch - self.steady))
+        k = microbatch - before.microbatches
+        return self.table.versions[stage, k] + before.updates
 
     def later(self, batch: int) -> list[set[int]]:
         """Per stage, the versions that batches after this one read, as far as they may be there."""
@@ -88,9 +89,11 @@ class Endless:
 
     @cached_property
     def staleness(self) -> int:
-        """Batches between a forward and the oldest version that it reads, at most, and one more."""
-        m, every = self.table.microbatches, self.table.versions.items()
-        return 1 + max(-(-((k // m) * self.updates - v) // self.updates) for (_, k), v in every)
+        """How many batches further on a version may still be read, at most."""
+        m = self.table.microbatches
+        return 1 + max(
+            ceil(k // m - version / self.updates) for (_, k), version in self.table.versions.items()
+        )
 
     @cached_property
     def ahead(self) -> int:
@@ -109,7 +112,7 @@ class Endless:
         pairs = zip(self.orders(b, 0), self.orders(b - 1, 0), strict=True)
         return (
             all(cuts == sorted(cuts) for cuts in self.cuts)
-            and all(new == moved(old, m, self.updates) for new, old in pairs)
+            and all(new == Offset.of(self.table, 1).moved(old) for new, old in pairs)
             and all(
                 versions[s, k] + self.updates == versions[s, k + m]
                 for s in range(self.table.stages)

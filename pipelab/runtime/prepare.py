@@ -1,67 +1,38 @@
-"""A run's options, and what it needs to know of its table, whichever library computes it."""
+"""What a run needs to know of its table and data, whichever library computes it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import inf
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipelab.predict.costs import Costs, Recompute
+from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import delays, durations
 from pipelab.runtime.batches import Data, samples_of
-from pipelab.runtime.stage import Feed, MicroBatch
-from pipelab.runtime.worker import Pace
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import MicroBatch
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import fewer
 
-REFERENCES = ("batches", "microbatches")
 
+class Offset(NamedTuple):
+    """What is done of a training before a table: added to its numbers, they are the training's."""
 
-class Options(SimpleNamespace):
-    """The keyword arguments of `run`, which documents them, by name.
+    microbatches: int
+    updates: int
 
-    ValueError, with the remedy, for a value that no run can have.
+    @classmethod
+    def of(cls, schedule: Schedule, batches: int) -> "Offset":
+        """That many batches, which end with their updates."""
+        microbatches = batches * schedule.microbatches
+        return cls(microbatches, microbatches // schedule.per_update)
 
-    default  what they are if they are not given
-    endless  whether the training goes on after the table's last batch
-    """
-
-    def __init__(
-        self, default: Mapping[str, Any], given: Mapping[str, Any], endless: bool = False
-    ) -> None:
-        super().__init__(**{name: given.get(name, value) for name, value in default.items()})
-        self.default, self.endless = default, endless
-        self.recompute = Recompute(given.get("recompute", "never"))
-        for name, fits, remedy in (
-            ("replicas", self.replicas >= 1, "a whole number of at least 1"),
-            ("check", self.check in (True, False, "quick"), "True, False or 'quick'"),
-            ("reference", self.reference in REFERENCES, f"one of {', '.join(REFERENCES)}"),
-            ("seed", (self.seed or 0) >= 0, "a whole number of at least 0"),
-            ("pace", _above(0, self.pace), "the seconds of one cost unit, such as 0.005"),
-            ("timeout", _above(0, self.timeout), "seconds, a number above 0"),
-            ("clip", _above(0, self.clip), "the largest norm, a number above 0"),
-            ("tolerance", _above(0.999, self.tolerance), "how many times its rounding, at least 1"),
-        ):
-            if not fits:
-                raise ValueError(f"{name}={getattr(self, name)!r}: give {remedy}")
-
-    def refuse(self, *names: str) -> None:
-        """ValueError if one of these options is not as it is by default."""
-        for name in names:
-            value = getattr(self, name)
-            if value != self.default[name]:
-                raise ValueError(
-                    f"{name}={value!r} is not supported with backend={self.backend!r}: leave it out"
-                )
-
-
-def _above(least: float, value: float | None) -> bool:
-    return value is None or least < value < inf
+    def moved(self, actions: Iterable[Action]) -> list[Action]:
+        """Actions with their numbers in the training."""
+        return [Action(s, kind, number + self[kind is Kind.U]) for s, kind, number in actions]
 
 
 @dataclass(frozen=True)
@@ -95,44 +66,32 @@ class Segment:
         return range(self.before + self.begun, self.before + self.end)
 
     @property
-    def first_update(self) -> int:
-        """Of the whole table's updates, the first that is made here."""
-        # A part begins with a batch, when all updates of the batches before are made.
-        return self.begun * self.whole.microbatches // self.whole.per_update
+    def before_table(self) -> Offset:
+        """What of the training is done before the whole table."""
+        return Offset.of(self.whole, self.before)
 
     @property
-    def before_table(self) -> int:
-        """Updates of the training before the whole table's."""
-        return self.before * self.whole.microbatches // self.whole.per_update
-
-    @property
-    def updates_before(self) -> int:
-        """Updates of the training before this segment."""
-        return self.before_table + self.first_update
+    def done(self) -> Offset:
+        """What of the training is done before this segment."""
+        return Offset.of(self.whole, self.batches.start)
 
     def part(self) -> "Part":
         """The table, numbered through the training."""
-        first, updates = self.batches.start * self.whole.microbatches, self.updates_before
-        rows = [moved(row, first, updates) for row in self.table.rows]
+        rows = [self.done.moved(row) for row in self.table.rows]
         return Part(rows, self.version, self.kept or self.later(), self.table.microbatches)
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
-        k = microbatch - self.before * self.whole.microbatches
-        return self.whole.versions[stage, k] + self.before_table
+        microbatches, updates = self.before_table
+        return self.whole.versions[stage, microbatch - microbatches] + updates
 
     def later(self) -> list[set[int]]:
         """Per stage, the versions made before the end that later batches of the table read."""
-        m, made = self.whole.microbatches, self.updates_before + self.table.updates
-        numbers = range(self.batches.stop * m, self.before * m + self.whole.total)
+        first = self.batches.stop * self.whole.microbatches
+        numbers = range(first, self.before_table.microbatches + self.whole.total)
+        made = self.done.updates + self.table.updates
         read = [{self.version(s, k) for k in numbers} for s in range(self.whole.stages)]
         return [{v for v in of if v <= made} for of in read]
-
-
-def moved(actions: Iterable[Action], microbatches: int, updates: int) -> list[Action]:
-    """Actions with these numbers added."""
-    ahead = (microbatches, updates)
-    return [Action(s, kind, number + ahead[kind is Kind.U]) for s, kind, number in actions]
 
 
 def check_table(schedule: Schedule, stages: int, batches: int, training: bool) -> None:
@@ -221,47 +180,50 @@ class Part(NamedTuple):
     pieces: int
 
 
-def feeds_of(
+def microbatches_of(
     table: Schedule,
     part: Part,
     data: Data,
     row: int,
     *,
     replica: int,
-    replicas: int,
-    seed: int | None,
-    unit: int,
-) -> dict[int, Feed]:
-    """The feeds of a row's stages for these data; only the ends of the model read them."""
-    m, last, count = table.microbatches, table.stages - 1, part.pieces
+    options: Options,
+) -> dict[int, dict[int, MicroBatch]]:
+    """The micro-batches of a row's stages, by number; only the ends of the model read the data."""
+    m, last, count, replicas = table.microbatches, table.stages - 1, part.pieces, options.replicas
     every = [b * m + k for b in data.numbers for k in range(count)]
     own = [s for s, d in enumerate(table.placement) if d == row]
+    recompute = options.recompute.mask(m, m)
     pieces: list[tuple[Any, Any]] = []
     if {0, last} & {*own}:
         pieces = data.pieces(count * replicas, slice(replica * count, (replica + 1) * count))
 
-    def given(s: int, i: int, k: int) -> MicroBatch:
+    def microbatch(s: int, i: int, k: int) -> MicroBatch:
+        batch, place = divmod(k, m)
         x, y = pieces[i] if pieces else (None, None)
         # Data are numbered batch by batch, and in a batch replica by replica.
-        piece = (k // m * replicas + replica) * m + k % m
+        piece = (batch * replicas + replica) * m + place
         return MicroBatch(
-            part.version(s, k),
-            k // table.per_update,
-            x if s == 0 else None,
-            y if s == last else None,
-            samples_of(pieces[i], data.trees) if pieces else 0,
-            None if seed is None else (seed, s, piece),
+            version=part.version(s, k),
+            update=k // table.per_update,
+            batch=batch,
+            recompute=recompute[place],
+            x=x if s == 0 else None,
+            target=y if s == last else None,
+            samples=samples_of(pieces[i], data.trees) if pieces else 0,
+            seed=None if options.seed is None else (options.seed, s, piece),
         )
 
-    return {
-        s: Feed({k: given(s, i, k) for i, k in enumerate(every)}, part.later[s], unit) for s in own
-    }
+    return {s: {k: microbatch(s, i, k) for i, k in enumerate(every)} for s in own}
 
 
-def paces_of(table: Schedule, options: Options) -> list[Pace | None]:
-    """The predicted times that a paced run is slowed down to, by row."""
+def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]] | None]:
+    """By row, the predicted seconds that a paced run is slowed down to, as `Order.paces`."""
     if options.pace is None:
         return [None] * table.devices
     costs = options.costs or Costs(recompute=options.recompute)
-    of_all = [[unit * options.pace for unit in flat(table, costs)] for flat in (durations, delays)]
-    return [Pace(*(flat[a:b] for flat in of_all)) for a, b in pairwise(table.bounds)]
+    of_all = [
+        (duration * options.pace, delay * options.pace)
+        for duration, delay in zip(durations(table, costs), delays(table, costs), strict=True)
+    ]
+    return [of_all[a:b] for a, b in pairwise(table.bounds)]

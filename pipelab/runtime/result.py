@@ -17,8 +17,8 @@ from pipelab.predict.memory import (
 )
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
+from pipelab.runtime.orders import Bytes, Outcome, Record
 from pipelab.runtime.verdict.certificate import Check
-from pipelab.runtime.worker import Bytes, Outcome, Record
 from pipelab.table.schedule import Schedule
 
 

@@ -4,12 +4,12 @@ evaluate: the forwards alone.
 """
 
 from collections.abc import Callable, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from pipelab.predict.costs import Costs, Recompute
-from pipelab.runtime.prepare import Options, Segment
+from pipelab.runtime.options import Options
+from pipelab.runtime.prepare import Segment
 from pipelab.runtime.result import Run
 from pipelab.runtime.session import Session
 from pipelab.runtime.wings import wing_of
@@ -113,11 +113,29 @@ def run(
     Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it,
     and RunError when a stage fails, with its device, its action and its own traceback as the cause.
     """
-    # These are the arguments alone, as long as nothing is assigned before this line.
-    options = Options(DEFAULT, locals())
+    options = Options(
+        loss=loss,
+        optimizer=optimizer,
+        backend=backend,
+        devices=devices,
+        replicas=replicas,
+        recompute=Recompute(recompute),
+        clip=clip,
+        autocast=autocast,
+        seed=seed,
+        finite=finite,
+        pace=pace,
+        costs=costs,
+        check=check,
+        reference=reference,
+        tolerance=tolerance,
+        save=save,
+        stop=stop,
+        resume=resume,
+        timeout=timeout,
+    )
     check_sequence(batches)
-    given = schedule, stages, loss, optimizer, options
-    session = Session(wing_of(backend), *given, batches=len(batches), training=True)
+    session = Session(wing_of(backend), schedule, stages, options, batches=len(batches))
     segment, folder = _segment(session, options), new_folder("save", save)
     with session:
         return session.run(segment, batches, check=check, save=folder)
@@ -144,15 +162,20 @@ def evaluate(
 
     Raises as `run` does.
     """
-    options = Options(DEFAULT, locals())
+    options = Options(
+        loss=loss,
+        backend=backend,
+        devices=devices,
+        autocast=autocast,
+        check=check,
+        reference=reference,
+        tolerance=tolerance,
+        timeout=timeout,
+        training=False,
+    )
     check_sequence(batches)
-    given = schedule, stages, loss, None, options
-    with Session(wing_of(backend), *given, batches=len(batches), training=False) as session:
+    with Session(wing_of(backend), schedule, stages, options, batches=len(batches)) as session:
         return session.run(Segment(session.schedule, 0, len(batches)), batches, check=check)
-
-
-KEYWORDS = (p for p in signature(run).parameters.values() if p.kind is p.KEYWORD_ONLY)
-DEFAULT = {p.name: p.default for p in KEYWORDS}
 
 
 def check_sequence(batches: Any) -> None:

@@ -6,7 +6,7 @@ That comes as a `Wing`. A part of a table is carried out, and judged, by `Sessio
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,23 +14,23 @@ from traceback import format_exc
 from typing import Any
 
 from pipelab.runtime.batches import Data, Trees
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import Order, Outcome, Step
 from pipelab.runtime.prepare import (
-    Options,
     Part,
     Segment,
     check_table,
-    feeds_of,
     find_partners,
+    microbatches_of,
     paces_of,
     unit_of,
 )
 from pipelab.runtime.result import Run, result_of
-from pipelab.runtime.stage import Recipe, Step
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.verdict.judge import judge
 from pipelab.runtime.verdict.reference import Arithmetic, Reference
-from pipelab.runtime.worker import Job, Order, Outcome, Pace, RunError, told
+from pipelab.runtime.worker import Job, RunError, told
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import validate
 
@@ -44,14 +44,14 @@ class Wing(ABC):
     trees        how it takes batches apart
     looks        whether `look_at` needs the first batch, in every process
     draws_alike  whether float64 draws the same random numbers as the run's precision
+    options      those given, with the seed and the precision that are found at the caller's
     schedule     of the training, or how it goes on
     begun        batches that are done
     start        by stage, what a checkpoint holds of it, where training goes on from one
     launcher     who carries out the jobs
     devices      of the rows
-    seed         of the random numbers that forwards draw; None if they draw none
-    draws        whether they are known to draw where there is a seed; else the first ones show it
-    autocast     torch: type of mixed precision, or None
+    draws        whether forwards are known to draw random numbers, where `options` has a seed for
+                 them; else the first ones show it
     ties         per stage, the weights that other stages have too: name -> number of the tie
     owner        of checkpoints: the training that keeps them in its folder, if there is one
     """
@@ -62,14 +62,10 @@ class Wing(ABC):
     draws_alike = True
     launcher: Threads
     devices: Sequence[Any]
-    seed: int | None = None
     draws = True
-    autocast: Any = None
     owner = ""
 
-    def __init__(
-        self, schedule: Schedule, stages: Sequence[Any], options: Options, *, training: bool
-    ) -> None:
+    def __init__(self, schedule: Schedule, stages: Sequence[Any], options: Options) -> None:
         self.stages, self.options = stages, options
         self.schedule, self.begun = schedule, 0
         self.start: Mapping[int, Any] = {}
@@ -85,17 +81,15 @@ class Wing(ABC):
         """The job with these fields of every `Job`."""
 
     @abstractmethod
-    def arithmetic(
-        self, recipe: Recipe, wide: bool, first: int, start: Sequence[Any]
-    ) -> Arithmetic:
+    def arithmetic(self, wide: bool, first: int, start: Sequence[Any]) -> Arithmetic:
         """The reference's arithmetic, in float64 (`wide`) or as the run computes.
 
         start  by stage, what training goes on from, if that is not the beginning; `first` is the
                latest version there
         """
 
-    def check_optimizer(self, optimizer: Any) -> None:  # noqa: B027
-        """Refuse one that cannot step each stage alone, if the library can tell."""
+    def check_optimizer(self) -> None:  # noqa: B027
+        """Refuse an optimizer that cannot step each stage alone, if the library can tell."""
 
     def check_caller(self) -> None:  # noqa: B027
         """Refuse a caller's context that is another one than the training was made for."""
@@ -104,7 +98,7 @@ class Wing(ABC):
         """A look at the data, for what the jobs need to know beforehand."""
 
     @abstractmethod
-    def digests(self, recipe: Recipe) -> dict[str, str | None]:
+    def digests(self) -> dict[str, str | None]:
         """Digests of what all processes must be given alike, by what they are of."""
 
     def saving(self, folder: Path | None, done: int) -> AbstractContextManager:
@@ -136,7 +130,6 @@ class Session(AbstractContextManager):
     """Ranks that do what one training or evaluation needs, from their first order on.
 
     wing    the library's part
-    recipe  how to train
     done    batches that all ranks have done, or have been told to do
     ranks   this process's, as (row, replica), between the beginning and the end
     reads   whether one of them has the first or the last stage
@@ -147,40 +140,23 @@ class Session(AbstractContextManager):
         make: type[Wing],
         schedule: Schedule,
         stages: Sequence[Any],
-        loss: Callable,
-        optimizer: Any,
         options: Options,
         *,
         batches: int,
-        training: bool,
     ) -> None:
         """`batches` are as many as are given for the schedule's."""
         method, factory = make.optimizer
-        if training and not hasattr(optimizer, method):
-            raise ValueError(f"optimizer is a {type(optimizer).__name__}: give {factory}")
-        table = validate(schedule if training else schedule.forward_only())
-        check_table(table, len(stages), batches, training)
+        if options.training and not hasattr(options.optimizer, method):
+            raise ValueError(f"optimizer is a {type(options.optimizer).__name__}: give {factory}")
+        table = validate(schedule if options.training else schedule.forward_only())
+        check_table(table, len(stages), batches, options.training)
         with make.context():
-            self.wing = make(table, stages, options, training=training)
-            if training:
-                self.wing.check_optimizer(optimizer)
-        self.schedule, self.options, self.launcher = table, options, self.wing.launcher
+            self.wing = make(table, stages, options)
+            if options.training:
+                self.wing.check_optimizer()
+        self.schedule, self.launcher, self.options = table, self.wing.launcher, self.wing.options
         ties = [set(of.values()) for of in self.wing.ties]
         self.partners = find_partners(table, ties, options.clip)
-        # Without a flush stages update at different times, so that a step has no norm over all of
-        # them: each is clipped by its own.
-        self.recipe = Recipe(
-            loss,
-            optimizer,
-            options.recompute.mask(table.microbatches, table.microbatches),
-            table.microbatches,
-            options.clip,
-            not table.asynchronous,
-            self.wing.autocast,
-            finite=options.finite,
-            training=training,
-            keep=False,
-        )
         self.done = self.wing.begun
         self.started, self.reads, self.unit = False, False, 0
         self.ranks: list[tuple[int, int]] = []
@@ -266,8 +242,7 @@ class Session(AbstractContextManager):
         save: Path | None,
         check: bool | str,
     ) -> Check:
-        # Where float64 would draw other numbers, the truth is in the run's precision.
-        began, wing, seed = time.perf_counter(), self.wing, self.wing.seed
+        began, wing, options = time.perf_counter(), self.wing, self.options
         states = [start[s] for s in sorted(start)]
         try:
             found = judge(
@@ -277,14 +252,18 @@ class Session(AbstractContextManager):
                 [steps_of(segment.table, outcomes, r) for r in range(self.options.replicas)],
                 wing.saved(save) if save else (),
                 lambda wide: Reference(
-                    wing.arithmetic(self.recipe, wide, segment.updates_before, states), self.recipe
+                    wing.arithmetic(wide, segment.done.updates, states),
+                    options,
+                    # Without a flush stages update at different times: there is no norm over all.
+                    shared_clip=not segment.table.asynchronous,
                 ),
                 divided=wing.depends_on_cut(),
-                by_microbatches=self.options.reference == "microbatches",
-                seed=seed,
+                by_microbatches=options.reference == "microbatches",
+                seed=options.seed,
                 draws=wing.draws,
-                tolerance=self.options.tolerance,
-                quick=check == "quick" or (seed is not None and not wing.draws_alike),
+                tolerance=options.tolerance,
+                # Where float64 would draw other numbers, the truth is in the run's precision.
+                quick=check == "quick" or (options.seed is not None and not wing.draws_alike),
             )
         except Exception:  # the run is complete, and must not be lost
             found = Check.not_made(format_exc())
@@ -292,37 +271,34 @@ class Session(AbstractContextManager):
 
     # ---- orders
 
-    def submit(
-        self, part: Part, data: Data, *, paces: Sequence[Pace | None] = (), **fields: Any
-    ) -> None:
+    def submit(self, part: Part, data: Data, *, paces: Sequence[Any] = (), **fields: Any) -> None:
         """Give each of this process's ranks its row, and its part of the data.
 
         The first call starts them. `fields` are of every `Order`.
         """
-        replicas, schedule = self.options.replicas, self.schedule
+        schedule, options = self.schedule, self.options
         if self.reads and not self.unit:
-            self.unit = unit_of(data, part.pieces * replicas)
-        orders = []
-        for row, replica in self.ranks:
-            feeds = feeds_of(
-                schedule,
-                part,
-                data,
-                row,
-                replica=replica,
-                replicas=replicas,
-                seed=self.wing.seed,
+            self.unit = unit_of(data, part.pieces * options.replicas)
+        orders = [
+            Order(
+                actions=part.rows[row],
+                microbatches=microbatches_of(
+                    schedule, part, data, row, replica=replica, options=options
+                ),
+                later=part.later,
                 unit=self.unit,
+                paces=paces[row] if paces else None,
+                **fields,
             )
-            pace = paces[row] if paces else None
-            orders.append(Order(actions=part.rows[row], feeds=feeds, pace=pace, **fields))
+            for row, replica in self.ranks
+        ]
         # By now the orders have read all that they need. Processes that were given other weights
         # or data would train without an error.
         if self.started:
             self.launcher.agree(data.digests, early=True)
         else:
             self.wing.look_at(data)
-            self.launcher.agree(lambda: self.wing.digests(self.recipe) | data.digests())
+            self.launcher.agree(lambda: self.wing.digests() | data.digests())
             with self._failing():
                 self.launcher.start(self._jobs())
             self.started = True
@@ -358,7 +334,7 @@ class Session(AbstractContextManager):
                 replica=replica,
                 replicas=self.options.replicas,
                 paced=self.options.pace is not None,
-                recipe=self.recipe,
+                options=self.options,
             )
             for row, replica in self.ranks
         ]

@@ -4,120 +4,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from pipelab.runtime.ledger import Ledger
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import Bytes, MicroBatch, Order, Step
 from pipelab.table.action import Kind
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to train, the same for all stages.
-
-    loss         (output, target) -> mean, or (mean, how many it is the mean of); by default the
-                 samples are counted
-    optimizer    torch: a factory, parameters -> optimizer, or a tuple of one and learning-rate
-                 schedulers; jax: an optax transformation. None to evaluate
-    recompute    per micro-batch of a batch, whether its forward runs again before its backward
-    microbatches in a batch
-    clip         largest norm of a step's gradient: over all stages if `shared_clip`, else per stage
-    autocast     torch: type of mixed precision, or None
-    finite       whether a loss that is nan or inf ends the run
-    training     else the forwards only evaluate
-    keep         whether to keep gradients and weights of every update, for the check and for dumps
-    """
-
-    loss: Callable[[Any, Any], Any]
-    optimizer: Any
-    recompute: Sequence[bool]
-    microbatches: int
-    clip: float | None
-    shared_clip: bool
-    autocast: Any
-    finite: bool
-    training: bool
-    keep: bool
-
-
-@dataclass
-class MicroBatch:
-    """What a stage is told of a micro-batch.
-
-    version  the weights that it reads
-    group    the update that it belongs to
-    x        on the first stage, the data
-    target   on the last stage
-    samples  how many it has, on the first and the last stage
-    seed     the arguments of `seed_for`, for what its forward draws; None if forwards draw none
-    """
-
-    version: int
-    group: int
-    x: Any = None
-    target: Any = None
-    samples: int = 0
-    seed: tuple[int, int, int] | None = None
-
-
-class Feed(NamedTuple):
-    """The part of the table and the data for one stage.
-
-    microbatches  by number; these, groups and versions are counted through the whole training
-    later  versions that are read after the last micro-batch here: they are kept
-    unit   what counts are divided by where they weigh gradients, on the last stage: about the
-           samples of one, so that float16 can hold it; a power of two, which rounds nothing; the
-           same in all replicas
-    """
-
-    microbatches: dict[int, MicroBatch]
-    later: Collection[int]
-    unit: int
-
-
-class Step(NamedTuple):
-    """The effect of an update on a stage: the gradients it stepped with and the weights it made."""
-
-    gradients: dict[str, Any]
-    weights: dict[str, Any]
-
-
-class Ledger:
-    """Bytes of the activations kept on a device; what several micro-batches hold counts once.
-
-    held   now
-    most   since `most` was last set
-    """
-
-    def __init__(self) -> None:
-        self.held = self.most = 0
-        self._holders: dict[int, int] = {}  # block of memory -> how many keys hold it
-        self._blocks: dict[Hashable, dict[int, int]] = {}  # key -> its blocks and their bytes
-
-    def hold(self, key: Hashable, blocks: dict[int, int]) -> None:
-        """Count blocks of memory, {address: bytes}, for `key`, which has to keep them alive."""
-        mine = self._blocks.setdefault(key, {})
-        for block, size in blocks.items():
-            # Views share a block: it is counted by the first who holds it.
-            if block not in mine:
-                mine[block] = size
-                others = self._holders.get(block, 0)
-                self._holders[block] = others + 1
-                if not others:
-                    self.held += size
-        self.most = max(self.most, self.held)
-
-    def drop(self, key: Hashable) -> None:
-        """`key` holds nothing any more."""
-        for block, size in self._blocks.pop(key, {}).items():
-            # A block is free when the last of those who hold it lets go.
-            others = self._holders.pop(block) - 1
-            if others:
-                self._holders[block] = others
-            else:
-                self.held -= size
 
 
 class Device:
@@ -175,15 +70,6 @@ class Device:
         return ", ".join(found[:4]) + more if found else "no tensors"
 
 
-class Bytes(NamedTuple):
-    """The memory besides activations: the latest weights, more versions of them, and so on."""
-
-    weights: int
-    versions: int
-    gradients: int
-    optimizer: int
-
-
 class Stage(Protocol):
     """A stage as the worker drives it, in any library.
 
@@ -204,12 +90,12 @@ class Stage(Protocol):
         """Weight versions kept."""
         return 1
 
-    def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
-        """More micro-batches come; `training` and `keep` are as in a `Recipe`, from now on."""
+    def begin(self, stage: int, order: Order) -> None:
+        """Take from an order what it says of this stage, by its number."""
         return None
 
     def end(self) -> None:
-        """What it was begun for is done, and `losses` and `steps` have been taken."""
+        """The order is done, and `losses` and `steps` have been taken."""
         return None
 
     def forward(self, microbatch: int, received: Any) -> Any: ...
@@ -259,10 +145,12 @@ class CountingStage(Stage):
     """A stage and what is counted of it; the wings' stages do the computing.
 
     weights  by version: values, so that a version lives as long as the table has readers of it
+    training, keep  as the order says that it was begun with
     """
 
-    def __init__(self, device: Any, recipe: Recipe, *, first: bool, last: bool) -> None:
-        self.device, self.recipe = device, recipe
+    def __init__(self, device: Any, options: Options, *, first: bool, last: bool) -> None:
+        self.device, self.options = device, options
+        self.training, self.keep = options.training, False
         self.first, self.last = first, last  # whether it is that of the model
         self.fed: dict[int, MicroBatch] = {}
         self.later: Collection[int] = ()
@@ -279,26 +167,23 @@ class CountingStage(Stage):
         self._kept: dict[int, Any] = {}  # by micro-batch, what its forward left for its backward
         self._split: dict[int, tuple[Any, Any, float]] = {}  # the same between I and W
 
-    def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
-        self.recipe = replace(self.recipe, training=training, keep=keep)
-        if feed:
-            _, self.later, self.unit = feed
-            for k, given in feed.microbatches.items():
+    def begin(self, stage: int, order: Order) -> None:
+        self.training, self.keep = order.training, order.keep
+        if stage in order.microbatches:
+            self.later, self.unit = order.later[stage], order.unit
+            for k, given in order.microbatches[stage].items():
                 given.x, given.target = self.placed((given.x, given.target))
                 self.fed[k] = given
-                if training:
-                    self._left[given.group] += 1
+                if self.training:
+                    self._left[given.update] += 1
                     self._readers[given.version] += 1
 
     def end(self) -> None:
-        if not self.recipe.training:  # no update drops them
+        if not self.training:  # no update drops them
             self.fed.clear()
         # Its update may still have to look at a loss.
         self.losses = {k: loss for k, loss in self.losses.items() if k in self.fed}
         self.steps = []
-
-    def recomputes(self, microbatch: int) -> bool:
-        return self.recipe.recompute[microbatch % self.recipe.microbatches]
 
     # ---- backwards: the same three in both wings, but for how gradients are computed
 
@@ -355,9 +240,9 @@ class CountingStage(Stage):
         """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
         self.device.ledger.drop(self.key(microbatch))
         given = self.fed[microbatch]
-        _one_less(self._left, given.group)
+        _one_less(self._left, given.update)
         _one_less(self._readers, given.version)
-        self.counts[given.group] = self.counts.get(given.group, 0.0) + count
+        self.counts[given.update] = self.counts.get(given.update, 0.0) + count
         # The latest version is what updates start from.
         if given.version == self.latest or self.read_later(given.version):
             return None
@@ -370,7 +255,7 @@ class CountingStage(Stage):
     def end_group(self, group: int) -> None:
         """Its update is made: its micro-batches are not needed any more."""
         # Groups end in their order: those are the first.
-        for k in list(takewhile(lambda k: self.fed[k].group == group, self.fed)):
+        for k in list(takewhile(lambda k: self.fed[k].update == group, self.fed)):
             del self.fed[k]
 
     def divisor(self, group: int, square: Callable[[], float]) -> float:
@@ -380,25 +265,25 @@ class CountingStage(Stage):
         """
         # Where all is masked the sum is zero, and stays so.
         count = self.counts.pop(group, 0.0) or 1.0
-        if self.recipe.clip is None:
+        if self.options.clip is None:
             return count
         # Gradients are sums; the norm is of their mean.
         norm = square() ** 0.5 / count
-        return count / float(np.minimum(1.0, self.recipe.clip / (norm + 1e-6)))  # nan stays nan
+        return count / float(np.minimum(1.0, self.options.clip / (norm + 1e-6)))  # nan stays nan
 
     def check_loss(self, microbatch: int) -> None:
-        """FloatingPointError for a loss that is nan or inf, unless the recipe allows it."""
+        """FloatingPointError for a loss that is nan or inf, unless `finite` allows it."""
         mean, count = self.losses[microbatch]
         if not 0 <= count < np.inf:
             raise ValueError(f"the loss is the mean of {count}: give how many it is the mean of")
         # A micro-batch that counts nothing may have any mean: it weighs nothing.
         if (
-            self.recipe.finite
-            and self.recipe.training
+            self.options.finite
+            and self.training
             and count
             and not np.isfinite(value := float(mean))
         ):
-            batch = microbatch // self.recipe.microbatches
+            batch = self.fed[microbatch].batch
             raise FloatingPointError(
                 f"the loss of micro-batch {microbatch} (batch {batch}) is {value}; "
                 "to continue anyway: finite=False"

@@ -5,6 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,14 @@ from pipelab.predict.costs import Recompute
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
-from pipelab.runtime.prepare import Options, Part, Segment
-from pipelab.runtime.run import DEFAULT, new_folder
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import Order
+from pipelab.runtime.prepare import Part, Segment
+from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.wings import wing_of
-from pipelab.runtime.worker import Order, RunError, told
+from pipelab.runtime.worker import RunError, told
 from pipelab.table.schedule import Schedule
 
 END = object()
@@ -86,23 +89,31 @@ class Trainer(AbstractContextManager):
         resume: str | Path | None = None,
         timeout: float = 60.0,
     ) -> None:
-        given = locals()
         every = type(check) is int and check > 0
         if not (check == "first" or isinstance(check, bool) or every):
             raise ValueError(f"check={check!r}: give 'first', every how many batches, or a bool")
-        options = Options(DEFAULT, given | {"check": bool(check)}, endless=True)
+        options = Options(
+            loss=loss,
+            optimizer=optimizer,
+            backend=backend,
+            devices=devices,
+            replicas=replicas,
+            recompute=Recompute(recompute),
+            clip=clip,
+            autocast=autocast,
+            seed=seed,
+            finite=finite,
+            check=bool(check),
+            reference=reference,
+            tolerance=tolerance,
+            resume=resume,
+            timeout=timeout,
+            endless=True,
+        )
         self._every, self._endless = check, Endless(schedule)
         table = self._endless.table
-        self._session = Session(
-            wing_of(backend),
-            table,
-            stages,
-            loss,
-            optimizer,
-            options,
-            batches=table.batches,
-            training=True,
-        )
+        wing = wing_of(backend)
+        self._session = Session(wing, table, stages, options, batches=table.batches)
         self._check_start(resume)
         self._first = self._begun = self._known = self._session.done
         # Data of orders: a GPU may still have to read what it was given.
@@ -143,19 +154,12 @@ class Trainer(AbstractContextManager):
         """
         if steps is not None and not (hasattr(steps, "__index__") and steps >= 0):
             raise ValueError(f"steps={steps!r}: give a whole number, or None for all batches")
-        iterator, left, more = iter(batches), steps, True
+        iterator, left, more = iter(batches), inf if steps is None else steps, True
         while True:
             # [1] one batch more than the pipeline needs is under way
             while more and not self._ready and len(self._under_way) < 2 + self._endless.ahead:
-                more = left is None or left > 0
-                batch, pieces = self._next(iterator, "fit") if more else (END, 0)
-                more = batch is not END
-                if more:
-                    left = left and left - 1
-                    if not self._is_too_short(pieces):
-                        with self._whole():
-                            self._train_on(batch, pieces)
-                    del batch
+                more = left > 0 and self._train_on_next(iterator)
+                left -= 1
             # [2] until the next one is through
             with self._whole():
                 if not more and self._endless.ahead:
@@ -207,6 +211,14 @@ class Trainer(AbstractContextManager):
             return [found.get(s, {}) for s in range(self._endless.table.stages)]
 
     # ---- batches
+
+    def _train_on_next(self, iterator: Iterator[Any]) -> bool:
+        """Read a batch and put it under way, unless it is too short; False if there is none."""
+        batch, pieces = self._next(iterator, "fit")
+        if batch is not END and not self._is_too_short(pieces):
+            with self._whole():
+                self._train_on(batch, pieces)
+        return batch is not END
 
     def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int]:
         """The next batch, or END; None where it is not needed here. And its micro-batches."""
@@ -279,7 +291,7 @@ class Trainer(AbstractContextManager):
             warnings.warn(
                 f"batch {self.number} is not trained on: it has fewer samples than "
                 f"{what if pieces else 'replicas'}",
-                stacklevel=3,
+                stacklevel=4,
             )
         return not fits
 

@@ -35,9 +35,8 @@ class Transport:
     """Messages between the devices of one pipeline, and sums over its replicas: mailboxes.
 
     Payloads go by reference, between workers of one process; `wire.Wire` also sends them to other
-    processes. A key is the stage that sends, whether that is a forward's output, or else a
-    gradient, and the micro-batch; or for what stages tell each other before an update
-    (stage, "news", stage, update).
+    processes. A key is (stage that sends, "output" or "gradient", micro-batch, stage that
+    receives); for what stages tell each other before an update, "news" and the update's number.
 
     began     the run's time zero on time.perf_counter, from when on arrivals are timed; None if the
               messages say it (paced)

@@ -9,10 +9,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from pipelab.runtime.stage import Bytes, Device, Feed, Stage, Step
+from pipelab.runtime.orders import NO_BYTES, Bytes, Order, Outcome, Record
+from pipelab.runtime.stage import Device, Stage
 from pipelab.runtime.transport import Aborted, Message, Transport
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
@@ -43,96 +43,10 @@ def told(error: BaseException) -> str:
         return f"{name} (its message cannot be shown: {type(failed).__name__})"
 
 
-NO_BYTES = Bytes(0, 0, 0, 0)
 # From a stage to the one whose output its action takes; 0 for none.
 STEP = {Kind.F: -1, Kind.B: 1, Kind.I: 1, Kind.W: 0, Kind.U: 0}
-NEWS = "news"  # in keys of messages
+OUTPUT, GRADIENT, NEWS = "output", "gradient", "news"  # what a message is: see `Transport`
 KINDS = len(Kind)
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Slows a run down to its predicted times.
-
-    So that a machine with fewer cores than devices can show them.
-
-    duration, delay  seconds of every action of an order and of its input's way
-    """
-
-    duration: Sequence[float]
-    delay: Sequence[float]
-
-
-@dataclass
-class Record:
-    """A worker's record, per action of its row: seconds since the run began, bytes, versions.
-
-    start, end  of the action
-    arrived     of its input, if that came from another device (else nan); `received` are its bytes
-    most, held  activation bytes, the most during the action and after it
-    kept        other bytes after it
-    versions    kept of the action's stage
-    late        paced: how many actions took longer than they should
-    """
-
-    start: list[Any] = field(default_factory=list)
-    end: list[Any] = field(default_factory=list)
-    arrived: list[float] = field(default_factory=list)
-    received: list[int] = field(default_factory=list)
-    most: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-    kept: list[Bytes] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    at_start: Bytes = NO_BYTES
-    late: int = 0
-
-
-@dataclass(kw_only=True)
-class Order:
-    """What the worker of a rank is to do next.
-
-    actions   of its row, numbered through the whole training
-    feeds     by stage, what they need of the table and the data that it has not had yet
-    pace      of a paced run
-    training  else the forwards only evaluate
-    keep      whether to keep gradients and weights of every update
-    report    whether to say all that an `Outcome` has, and not the losses alone
-    state     whether to say what the stages go on from
-    save      where to write that to
-    """
-
-    actions: Sequence[Action] = ()
-    feeds: Mapping[int, Feed] = field(default_factory=dict)
-    pace: Pace | None = None
-    training: bool = True
-    keep: bool = False
-    report: bool = False
-    state: bool = False
-    save: Path | None = None
-
-
-@dataclass
-class Outcome:
-    """The result of a rank's order.
-
-    losses   (mean, count) by micro-batch, from the rank with the last stage
-    record   what its worker saw
-    steps    by stage, what each update did
-    weights  by stage, trained
-    unsplit  by stage, if there are any: see `Run`
-    states   by stage, what it goes on from
-    unsaved  why no checkpoint of them could be written, if it could not
-    """
-
-    row: int
-    replica: int
-    losses: dict[int, tuple[float, float]]
-    record: Record = field(default_factory=Record)
-    steps: dict[int, Sequence[Step]] = field(default_factory=dict)
-    weights: dict[int, Any] = field(default_factory=dict)
-    unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
-    states: dict[int, Any] = field(default_factory=dict)
-    unsaved: Exception | None = None
 
 
 @dataclass(kw_only=True)
@@ -220,9 +134,9 @@ class Worker:
 
     def begin(self, order: Order) -> None:
         """Take an order, whose actions `step` then does one by one."""
-        self.order, self.pace, self.record = order, order.pace, Record()
+        self.order, self.paces, self.record = order, order.paces, Record()
         for s, stage in self.stages.items():
-            stage.begin(order.feeds.get(s), training=order.training, keep=order.keep)
+            stage.begin(s, order)
         self._next = enumerate(order.actions)
         self._kept = {s: stage.held() for s, stage in self.stages.items()} if order.report else {}
         self.record.at_start = self._bytes = _sum(self._kept.values())
@@ -269,7 +183,7 @@ class Worker:
             received, arrived = self._receive(i, action)
             # [2] do it
             # In a paced run not before it is due; nothing starts after the run has ended.
-            due = self.began + self.clock - time.perf_counter() if self.pace else 0
+            due = self.began + self.clock - time.perf_counter() if self.paces else 0
             self.transport.sleep(due)
             ledger.most = ledger.held
             start = self.device.now()
@@ -321,12 +235,12 @@ class Worker:
         source = stage + STEP[kind]
         if not STEP[kind] or self._home(source) is None:  # its own data, or what I has left
             return None, math.nan
-        key = source, kind is Kind.F, microbatch
+        key = source, OUTPUT if kind is Kind.F else GRADIENT, microbatch, stage
         payload, at = self.transport.receive(key, self.job.row)
         if self._home(source) == self.job.row:
             return payload, math.nan
-        if self.pace:  # the message says when it was sent; this device has it a delay later
-            at += self.pace.delay[i]
+        if self.paces:  # the message says when it was sent; this device has it a delay later
+            at += self.paces[i][1]
             self.clock = max(self.clock, at)
         return self.device.take(payload), at
 
@@ -334,12 +248,13 @@ class Worker:
         # This never waits for the receiver: two rows that first send to each other would wait for
         # ever.
         stage, kind, microbatch = action
-        target = self._home(stage - STEP[kind])
+        to = stage - STEP[kind]
+        target = self._home(to)
         if STEP[kind] and target is not None:
             payload = output if target == self.job.row else self.device.give(output)
             # The paced clock travels along: the receiver adds the delay to it.
-            at = self.clock if self.pace else time.perf_counter() - self.began
-            key = stage, kind is Kind.F, microbatch
+            at = self.clock if self.paces else time.perf_counter() - self.began
+            key = stage, OUTPUT if kind is Kind.F else GRADIENT, microbatch, to
             self.transport.send(key, target, Message(payload, at))
 
     def _home(self, stage: int) -> int | None:
@@ -370,12 +285,12 @@ class Worker:
             news = self.device.give(stage.news())
             for other in partners:
                 home = self.job.schedule.placement[other]
-                self.transport.send((action.stage, NEWS, other, group), home, Message(news, 0.0))
+                self.transport.send((action.stage, NEWS, group, other), home, Message(news, 0.0))
 
     def _collect_news(self, update: Action) -> dict[int, Any]:
         found = {}
         for s in self.job.partners[update.stage]:
-            key = s, NEWS, update.stage, update.microbatch
+            key = s, NEWS, update.microbatch, update.stage
             message = self.transport.receive(key, self.job.row)
             found[s] = self.device.take(message.payload)
         return found
@@ -384,14 +299,15 @@ class Worker:
 
     def _take_time(self, i: int) -> bool:
         """Wait until action i is due to end; whether it ended too late."""
-        if not self.pace:
+        if not self.paces:
             return False
+        duration, _ = self.paces[i]
         self.device.finish()
         # A GPU's work is only queued when a call returns, so it was waited for.
-        done, due = time.perf_counter() - self.began, self.clock + self.pace.duration[i]
+        done, due = time.perf_counter() - self.began, self.clock + duration
         self.transport.sleep(self.began + due - time.perf_counter())
         # What takes longer than its cost moves the paced clock, and with it all that follows.
-        late = done > due and self.pace.duration[i] > 0
+        late = done > due and duration > 0
         self.clock = max(due, done)
         return late
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipelab import Reads, Schedule, make
 from pipelab.runtime.endless import Endless
-from pipelab.runtime.prepare import moved
+from pipelab.runtime.prepare import Offset
 
 NAMES = [
     "pipedream",
@@ -37,7 +37,7 @@ def test_orders_are_the_rows_of_a_long_table(name, p, m, batches, data):
         orders = [endless.orders(b, begun)[d] for b in range(begun, batches)]
         rest = endless.orders(batches - 1, begun, rest=True)[d]
         ahead = begun * long.microbatches, begun * endless.updates
-        assert [*chain(*orders, rest)] == moved(row, *ahead)
+        assert [*chain(*orders, rest)] == Offset(*ahead).moved(row)
     assert all(endless.version(s, k) == v for (s, k), v in long.versions.items())
     # What later batches read is kept, as far as it is there.
     made = batches * endless.updates

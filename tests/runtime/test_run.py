@@ -27,12 +27,12 @@ import pipelab
 from pipelab import Action, Costs, Kind, Reads, Recompute, RunError, Schedule, make, run, simulate
 from pipelab.models import mlp, split
 from pipelab.runtime import wings
+from pipelab.runtime.orders import Order
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.torch.weights import VersionedStage
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.wings import wing_of
-from pipelab.runtime.worker import Order
 from tests.conftest import FLUSH, examples, pairs, tables
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -365,6 +365,7 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
     topology = pytest.importorskip("deepspeed.runtime.pipe.topology").PipeDataParallelTopology(
         num_pp=3, num_dp=2
     )
+    from pipelab.runtime.options import Options
     from pipelab.runtime.torch.wing import TorchJob
 
     def rank(row, replica):
@@ -375,11 +376,10 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
             replica=replica,
             replicas=2,
             modules={},
-            recipe=None,
+            options=Options(loss=F.mse_loss, replicas=2),
             draws=False,
             ties=[],
             start={},
-            saves=False,
         )
         return job.rank
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipelab.optimize.cut.profiles import Layer, Profile
-from pipelab.runtime.torch.device import CpuDevice, Saved, remaining, storages
+from pipelab.runtime.torch.ledger import Saved, TorchLedger, remaining, storages
 from pipelab.runtime.torch.split_backward import Halves
 
 
@@ -118,7 +118,7 @@ def _kept(
     def size(tensors: Iterable[Tensor]) -> float:
         return float(sum(n for block, n in storages(tensors).items() if block not in own))
 
-    with CpuDevice(device).watch("", packed):
+    with TorchLedger().watch("", packed):
         fresh, inputs = _entering(x)
         y = call(fresh)
     activations = size([*remaining(packed), *_tensors(fresh)])

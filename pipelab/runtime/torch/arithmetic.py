@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.runtime.batches import samples_of
-from pipelab.runtime.stage import Recipe
+from pipelab.runtime.options import Options
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, make_optimizer
 from pipelab.runtime.verdict import reference
@@ -26,7 +26,7 @@ from pipelab.runtime.verdict.reference import Piece, Weights
 class TorchArithmetic(reference.Arithmetic):
     """See `reference.Arithmetic`; `wide` computes in float64, else as the run does.
 
-    replicas  how many there are: each has modules of its own, which remember what it computed
+    replicas  the modules of each replica, which remember what it computed
     start     where training goes on, by stage; `first` is the latest version there
     """
 
@@ -36,19 +36,19 @@ class TorchArithmetic(reference.Arithmetic):
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        recipe: Recipe,
+        options: Options,
         device: str,
         *,
         wide: bool,
-        replicas: int,
         first: int,
         start: Sequence[StageState],
     ) -> None:
-        self.recipe, self.device, self.wide, self.start = recipe, torch.device(device), wide, start
+        self.options, self.device, self.wide = options, torch.device(device), wide
+        self.start = start
         # [1] the modules, and what they compute in
-        self.replicas = nn.ModuleList(copies_of(stages) for _ in range(replicas))
+        self.replicas = nn.ModuleList(copies_of(stages) for _ in range(options.replicas))
         self.replicas.to(self.device)
-        if not recipe.training:
+        if not options.training:
             self.replicas.eval()
         self.stages = self.replicas[0]
         self._note_precision()
@@ -80,7 +80,7 @@ class TorchArithmetic(reference.Arithmetic):
 
         One for each where the factory makes different kinds, such as SparseAdam for an embedding.
         """
-        factory, stages = self.recipe.optimizer, self.stages
+        factory, stages = self.options.optimizer, self.stages
         trained = [p for p in stages.parameters() if p.requires_grad]
         own = [[p for p in stage.parameters() if p.requires_grad] for stage in stages]
         made = [make_optimizer(factory, weights) for weights in own]
@@ -90,7 +90,7 @@ class TorchArithmetic(reference.Arithmetic):
 
     def _note_precision(self) -> None:
         stages: Any = self.stages
-        autocast = self.recipe.autocast
+        autocast = self.options.autocast
         parameters = list(stages.parameters())
         trained = [p.dtype for p in parameters if p.requires_grad]
         of_weights = _coarsest(trained or [p.dtype for p in parameters])
@@ -113,7 +113,7 @@ class TorchArithmetic(reference.Arithmetic):
         for p in stages.parameters():
             p.grad = None
         # With graphs where the run has them: a loss may differentiate.
-        with torch.set_grad_enabled(self.recipe.training):
+        with torch.set_grad_enabled(self.options.training):
             mean, count = self._forward(weights, piece)
         weight = torch.full_like(mean.detach(), count / unit)
         if gradients and mean.requires_grad:
@@ -133,7 +133,7 @@ class TorchArithmetic(reference.Arithmetic):
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
         with _Narrowing() as narrowing:
-            self.compute(weights, piece, 1.0, gradients=self.recipe.training)
+            self.compute(weights, piece, 1.0, gradients=self.options.training)
         return max((torch.finfo(dtype).eps for dtype in narrowing.found), default=0.0)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
@@ -187,7 +187,7 @@ class TorchArithmetic(reference.Arithmetic):
         """
         # [1] data, where and in what the reference computes
         x, y = TREES.map(self._moved, (piece.x, piece.y))
-        autocast = None if self.wide else self.recipe.autocast
+        autocast = None if self.wide else self.options.autocast
         # [2] the stages in turn, as the caller's precision and each stage's seed have it
         with ExitStack() as stack:
             stack.enter_context(DRAWING)
@@ -208,7 +208,7 @@ class TorchArithmetic(reference.Arithmetic):
                     draw_from(piece.seeds[s], self.device)
                 x = stage(TREES.map(_own, x) if s else x)
                 if s == len(stages) - 1:
-                    x = self.recipe.loss(x, y)
+                    x = self.options.loss(x, y)
                 if piece.seeds is not None:
                     self.drew |= drew_from(piece.seeds[s], self.device)
                     self.ever_drew |= self.drew

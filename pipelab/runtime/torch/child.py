@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from pipelab.runtime.orders import Outcome
 from pipelab.runtime.threads import BEFORE, Orders, RankJob, Threads
 from pipelab.runtime.torch import settings
 from pipelab.runtime.torch.groups import FOREVER, GroupWire
 from pipelab.runtime.transport import Lost
-from pipelab.runtime.worker import Job, Outcome, RunError, told
+from pipelab.runtime.worker import Job, RunError, told
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 

@@ -1,51 +1,31 @@
-"""A device that runs torch stages: its clock, payloads to it, and the bytes that autograd keeps."""
+"""A device that runs torch stages: its clock, payloads to it, and what its actions run in."""
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from threading import RLock
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.utils import _pytree as pytree
 
-from pipelab.runtime.stage import Device, Ledger
+from pipelab.runtime.stage import Device
+from pipelab.runtime.torch.ledger import TorchLedger
 
 HERE = nullcontext()  # of an action that needs no other context
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
 
-class Saved:
-    """A tensor as autograd saved it for the backward."""
-
-    __slots__ = ("__weakref__", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # The tensor itself would keep its graph alive.
-        self.tensor: Tensor | None = tensor.detach()
-        self.version = tensor._version
-
-    def unpack(self) -> Tensor:
-        assert self.tensor is not None, "given back before its last use"
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "a tensor saved for the backward was changed in place after the forward, by this "
-                "stage or by one that was given it: change a copy there, as clone() makes one"
-            )
-        return self.tensor
-
-
 class CpuDevice(Device):
     """The CPU."""
 
+    ledger: TorchLedger
+
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, Ledger())
-        self._ignored: dict[int, set[int]] = {}  # owner -> storages that are no activations
-        self._constants: set[int] = set()  # all of them
+        super().__init__(device, TorchLedger())
         # The default device is a thread's: this is made in the caller's, for the worker's.
         default = torch.get_default_device()
         self._default = device if default.type == device.type else default
@@ -78,42 +58,6 @@ class CpuDevice(Device):
                 yield from self.arrays(part)
         else:
             yield from (leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor))
-
-    # ---- bytes of activations: unique storages of what autograd saves, without weights and buffers
-
-    def ignore(self, owner: int, tensors: Iterable[Tensor]) -> None:
-        """Storages of these tensors do not count; replaces what the owner said before."""
-        self._ignored[owner] = set(storages(tensors))
-        self._constants = set().union(*self._ignored.values())
-
-    def ignores(self, tensor: Tensor) -> bool:
-        """Whether its memory is a weight's or a buffer's."""
-        return tensor.untyped_storage().data_ptr() in self._constants
-
-    def hold(self, key: Hashable, tensors: Iterable[Any]) -> None:
-        """Count the storages of those that are tensors for `key`."""
-        blocks = storages(tensor for tensor in tensors if isinstance(tensor, Tensor))
-        kept = {block: size for block, size in blocks.items() if block not in self._constants}
-        self.ledger.hold(key, kept)
-
-    def watch(self, key: Hashable, into: list[ref[Saved]] | None = None) -> AbstractContextManager:
-        """Count for `key` all that autograd saves in this context, and list it in `into`."""
-
-        def pack(tensor: Tensor) -> Saved:
-            # Lines that every saved tensor runs, most of them cold: no calls of one another.
-            if tensor.layout is not torch.strided:
-                self.hold(key, [tensor])
-            else:
-                storage = tensor.untyped_storage()
-                block = storage.data_ptr()
-                if block not in self._constants:
-                    self.ledger.hold(key, {block: storage.nbytes()})
-            saved = Saved(tensor)
-            if into is not None:
-                into.append(ref(saved))
-            return saved
-
-        return saved_tensors_hooks(pack, Saved.unpack)
 
     # ---- what actions run in
 
@@ -239,7 +183,7 @@ def drew_from(seed: int, device: torch.device) -> bool:
     return not all(map(torch.equal, now, states()))
 
 
-# ---- what autograd saves, and a backward by it
+# ---- a backward
 
 
 def whole_backward(
@@ -273,32 +217,3 @@ def walk(
         allow_unreachable=True,
         accumulate_grad=True,
     )
-
-
-def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
-    """The part of what autograd saved that is still kept: a graph is alive, and has it.
-
-    Not all of it could be found from the operations: not what an operation in place on a view
-    saved, nor what torch.utils.checkpoint will compute again from.
-    """
-    for reference in saved:
-        found = reference()
-        if found is not None and found.tensor is not None:
-            yield found.tensor
-
-
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory of tensors, {address: bytes}, each once."""
-    blocks = (part.untyped_storage() for tensor in tensors for part in parts_of(tensor))
-    return {block.data_ptr(): block.nbytes() for block in blocks}
-
-
-def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """The tensors with memory that a sparse one is made of; of any other itself."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)

@@ -33,7 +33,7 @@ FIRST, MORE = 0, 1  # tags: of rows that were asked for beforehand, and of all e
 WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
 OWN = 2**8  # bytes that a tensor takes beside its numbers, about
 TORCH_FAILS = lost(RuntimeError)
-TENSOR = b""  # in a form: nothing plain, and quick to pickle
+TENSOR = ...  # in a form, for a tensor
 PLAIN = {float, int, bool, str, type(None)}  # of what no part has to be put aside
 
 
@@ -183,8 +183,9 @@ class GroupLink(Link):
                 _wait(work)
         room = self._here.ahead[-1]
         self._ask_for_row(row if len(row.memory) == room else _Row(room))
-        packed = isinstance(form, bytes) and form != TENSOR
-        return key, whole(form, tensors) if packed else _filled(form, iter(tensors)), at
+        # Bytes are a skeleton: no plain payload has any.
+        filled = whole(form, tensors) if type(form) is bytes else _filled(form, iter(tensors))
+        return key, filled, at
 
     def end(self) -> None:
         # The other end may wait inside gloo, from where only a message brings it back: if it still
@@ -279,7 +280,7 @@ def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
     kind = type(form)
     if kind is tuple or kind is list:
         return kind([_filled(part, tensors) for part in form])
-    return next(tensors) if kind is bytes else form
+    return next(tensors) if form is TENSOR else form
 
 
 def _wait(work: Any) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+from pipelab.runtime.orders import Order, Outcome
 from pipelab.runtime.threads import (
     STARTS,
     RankJob,
@@ -37,7 +38,7 @@ from pipelab.runtime.threads import (
 from pipelab.runtime.torch.child import Connected, Failure, perform, perform_once, rank_process
 from pipelab.runtime.torch.settings import settings
 from pipelab.runtime.torch.state import Compiled, compile_as, compiled_in
-from pipelab.runtime.worker import Job, Order, Outcome, RunError
+from pipelab.runtime.worker import Job, RunError
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.child"]
 STARTING = Lock()  # this process has one __main__

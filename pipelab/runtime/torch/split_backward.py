@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from pipelab.runtime.torch.device import Saved, walk, whole_backward
+from pipelab.runtime.torch.device import walk, whole_backward
+from pipelab.runtime.torch.ledger import Saved
 
 # operation -> what hands it gradients, and as which of its outputs'; None: where a backward starts
 Above = dict[Node, list[tuple[Node | None, int]]]

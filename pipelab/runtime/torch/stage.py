@@ -1,6 +1,7 @@
 """A stage of a torch model: the forwards and backwards of its micro-batches."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import ref
@@ -12,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import check_leaves
 from pipelab.runtime.prepare import seed_for
-from pipelab.runtime.torch.device import CpuDevice, Saved, remaining, storages, whole_backward
+from pipelab.runtime.torch.device import HERE, CpuDevice, whole_backward
+from pipelab.runtime.torch.ledger import Saved, remaining, storages
 from pipelab.runtime.torch.split_backward import Halves
 from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
 from pipelab.runtime.torch.weights import VersionedStage
@@ -67,32 +69,20 @@ class TorchStage(VersionedStage):
         """The stage's output, or None on the last stage, which computes the loss."""
         given = self.fed[microbatch]
         x = given.x if self.first else received
-        shared: list[Tensor] = []
-        if isinstance(x, Aliased):
-            leaves = pytree.tree_leaves(x.value)
-            x, shared = x.value, [leaves[i] for i in x.leaves]
-        versions = [tensor._version for tensor in shared]
-        if self.recipe.training and not self.recomputes(microbatch):
-            output, self._kept[microbatch] = self._compute(microbatch, x)
+        x, leaves = x if isinstance(x, Aliased) else (x, [])
+        if self.training and not given.recompute:
+            with _unwritten(x, leaves) if leaves else HERE:
+                output, self._kept[microbatch] = self._compute(microbatch, x)
         else:
             self._bind(microbatch)
-            if self.recipe.training:
+            if self.training:
                 self._keep_input(microbatch, x)
             # On copies: what works in place must not change what the second forward takes.
-            copies = pytree.tree_map_only(Tensor, Tensor.clone, (x, given.target))
-            if shared:
-                numbers = [i for i, t in enumerate(pytree.tree_leaves(x)) if _is_in(t, shared)]
-                shared = [pytree.tree_leaves(copies[0])[i] for i in numbers]
-                versions = [tensor._version for tensor in shared]
-            with torch.no_grad():
-                output = self._apply(microbatch, *copies)[0]
-        if versions != [tensor._version for tensor in shared]:
-            raise ValueError(
-                "the stage works in place on a tensor that the stage before it outputs more than "
-                "once: let that one output a clone() of it, or this one work on one"
-            )
+            copied, target = pytree.tree_map_only(Tensor, Tensor.clone, (x, given.target))
+            with torch.no_grad(), _unwritten(copied, leaves) if leaves else HERE:
+                output = self._apply(microbatch, copied, target)[0]
         # A number on a GPU would have to be waited for: see `update`.
-        if self.last and (self._on_cpu or not self.recipe.finite):
+        if self.last and (self._on_cpu or not self.options.finite):
             self.check_loss(microbatch)
         self._note_buffers()
         sent = self._sent(output)
@@ -106,7 +96,9 @@ class TorchStage(VersionedStage):
         # Few buffers change from one micro-batch to the next: the others share a copy.
         latest = next(reversed(self._kept.values()), None)
         buffers = copies_of_buffers(buffers_of(self._parts), latest.buffers if latest else {})
-        self.device.hold(self.key(microbatch), [*pytree.tree_leaves(x), *buffers.values()])
+        self.device.ledger.hold_tensors(
+            self.key(microbatch), [*pytree.tree_leaves(x), *buffers.values()]
+        )
         self._kept[microbatch] = _Kept(x, [], [], None, 0, buffers)
 
     def _bind(self, microbatch: int) -> None:
@@ -121,13 +113,13 @@ class TorchStage(VersionedStage):
 
         Returns the output, the leaves that a backward starts from, and what the loss counted.
         """
-        given, training = self.fed[microbatch], self.recipe.training
+        given, training = self.fed[microbatch], self.training
         seed = None
         if given.seed and self.draws.get(training, True):
             seed = int(seed_for(*given.seed))
-        with self.device.forward_context(seed, self.recipe.autocast) as drew:
+        with self.device.forward_context(seed, self.options.autocast) as drew:
             y = self.module(x)
-            value: Any = self.recipe.loss(y, target) if self.last else None
+            value: Any = self.options.loss(y, target) if self.last else None
             if seed is not None and training not in self.draws:
                 self.draws[training] = drew()
         if not self.last:
@@ -152,7 +144,7 @@ class TorchStage(VersionedStage):
                 f"the stage's output is a {output.layout} tensor: let it output a dense one "
                 "(to_dense)"
             )
-        return output.detach().clone() if self.device.ignores(output) else output.detach()
+        return output.detach().clone() if self.device.ledger.ignores(output) else output.detach()
 
     def _compute(self, microbatch: int, x: Any) -> tuple[Any, _Kept]:
         """A forward with its graph: its output, and what its backward needs."""
@@ -163,14 +155,15 @@ class TorchStage(VersionedStage):
 
         def enter(value: Any) -> Any:
             wants = not self.first and _differentiable(value)
-            wanted.append(value.detach().requires_grad_() if wants else None)
-            return value if wanted[-1] is None else _entered(wanted[-1])
+            leaf = value.detach().requires_grad_() if wants else None
+            wanted.append(leaf)
+            return value if leaf is None else _entered(leaf)
 
         entered = enter(x) if isinstance(x, Tensor) else pytree.tree_map(enter, x)
         key = self.key(microbatch)
-        self.device.hold(key, wanted)
+        self.device.ledger.hold_tensors(key, wanted)
         saved: list[ref[Saved]] = []
-        with self.device.watch(key, saved):
+        with self.device.ledger.watch(key, saved):
             output, ends, count = self._apply(microbatch, entered, self.fed[microbatch].target)
         # Edges, not outputs: what was sent on need not be kept here until its gradient comes.
         edges = [
@@ -182,7 +175,7 @@ class TorchStage(VersionedStage):
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, list, float]:
         kept = self._kept.pop(microbatch)
-        if self.recomputes(microbatch):
+        if self.fed[microbatch].recompute:
             self.device.ledger.drop(self.key(microbatch))
             with as_they_were(kept.buffers):
                 _, kept = self._compute(microbatch, kept.x)
@@ -246,7 +239,7 @@ class TorchStage(VersionedStage):
             held = [*halves.kept(), *remaining(kept.saved)]
             self._split[microbatch] = halves, None, count  # in place of the whole graph
             self.device.ledger.drop(self.key(microbatch))
-            self.device.hold(self.key(microbatch), held)
+            self.device.ledger.hold_tensors(self.key(microbatch), held)
             self._note_unsplit(halves)
         return [None if leaf is None else next(of_leaves) for leaf in kept.x], held
 
@@ -266,7 +259,7 @@ def warm_up(device: CpuDevice) -> None:
     So that no measured action pays for it.
     """
     x = torch.ones(2, 2, device=device.device, requires_grad=True)
-    with device.watch(warm_up):
+    with device.ledger.watch(warm_up):
         y = _entered(x) @ x
     torch.autograd.backward([get_gradient_edge(y)], [torch.ones_like(y)])
     device.ledger.drop(warm_up)
@@ -321,5 +314,14 @@ def _aliases(output: Any) -> list[int]:
     return sorted({number for pair in pairs for number in pair})
 
 
-def _is_in(value: Any, tensors: list[Tensor]) -> bool:
-    return any(value is tensor for tensor in tensors)
+@contextmanager
+def _unwritten(value: Any, leaves: list[int]) -> Iterator[None]:
+    """A context in which nothing may write into these leaves. ValueError afterwards if it did."""
+    every = pytree.tree_leaves(value)
+    before = [(every[i], every[i]._version) for i in leaves]
+    yield
+    if any(tensor._version != version for tensor, version in before):
+        raise ValueError(
+            "the stage works in place on a tensor that the stage before it outputs more than "
+            "once: let that one output a clone() of it, or this one work on one"
+        )

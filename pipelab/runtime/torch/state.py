@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import Trees
-from pipelab.runtime.torch.device import parts_of
+from pipelab.runtime.torch.ledger import parts_of
 
 MAKING = RLock()  # a factory may write into tensors that other runs' factories read
 

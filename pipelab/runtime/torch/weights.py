@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipelab.runtime.stage import Bytes, CountingStage, Feed, Recipe
-from pipelab.runtime.torch.device import CpuDevice, storages
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import Bytes, Order
+from pipelab.runtime.stage import CountingStage
+from pipelab.runtime.torch.device import CpuDevice
+from pipelab.runtime.torch.ledger import storages
 from pipelab.runtime.torch.state import StageState, buffers_of, load_buffers, make_optimizer, on_cpu
 
 
@@ -29,14 +32,14 @@ class VersionedStage(CountingStage):
 
     module  the stage's layers; trained in place
     device  the device runtime, which counts the activations that are kept
-    recipe  how to train
+    options how to train
     first, last  whether it is that of the model
     ties    name -> number of the weights that other stages have too: their gradients are added up
     start   what to go on from
     total   the gradient of the group so far, by weight, of whatever versions
 
     An update copies the latest version only if the table still has readers of it, else it steps in
-    place. A micro-batch's gradient is weighted by what its loss counted, in the feed's `unit`: the
+    place. A micro-batch's gradient is weighted by what its loss counted, in the order's `unit`: the
     count travels with the gradient.
     """
 
@@ -44,14 +47,14 @@ class VersionedStage(CountingStage):
         self,
         module: nn.Module,
         device: CpuDevice,
-        recipe: Recipe,
+        options: Options,
         *,
         first: bool,
         last: bool,
         ties: Mapping[str, int],
         start: StageState | None,
     ) -> None:
-        super().__init__(device, recipe, first=first, last=last)
+        super().__init__(device, options, first=first, last=last)
         self.module, self.ties = module, ties
         self.total: dict[str, Tensor] = {}
         self.weights = {0: dict(module.named_parameters())}
@@ -74,19 +77,19 @@ class VersionedStage(CountingStage):
         }
         self._trained = [name for name, h in self._handles.items() if h.requires_grad]
         trained = [self._handles[name] for name in self._trained]
-        self.optimizer, self.schedulers = make_optimizer(recipe.optimizer, trained)
+        self.optimizer, self.schedulers = make_optimizer(options.optimizer, trained)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._note_constants()
         self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
         self._modes: list[tuple[nn.Module, bool]] = []  # to put them back after an evaluation
 
-    def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
-        super().begin(feed, training=training, keep=keep)
-        if not training and not self._modes:
+    def begin(self, stage: int, order: Order) -> None:
+        super().begin(stage, order)
+        if not self.training and not self._modes:
             self._modes = [(part, part.training) for part in self.module.modules()]
             self.module.eval()
-        elif training:
+        elif self.training:
             for part, trains in self._modes:
                 part.train(trains)
             self._modes = []
@@ -116,11 +119,11 @@ class VersionedStage(CountingStage):
         # On a GPU a forward that looked at its loss would wait for it: all are looked at here.
         if self.last and not self._on_cpu:
             for k, given in self.fed.items():
-                if given.group == number and k in self.losses:
+                if given.update == number and k in self.losses:
                     self.check_loss(k)
         # In the order of stages, so that all of them add up tied gradients to the same sum.
         news = [received[s] for s in sorted(received)] if received else []
-        if not news and self.recipe.clip is not None:
+        if not news and self.options.clip is not None:
             news = [self.news()]
         tied = _add_up(news)
         own_square = sum(n.square for n in news)
@@ -133,7 +136,7 @@ class VersionedStage(CountingStage):
             if self.ties.get(name) in tied:
                 total = tied[self.ties[name]].clone()
             handle.grad = None if total is None else total.div_(divisor)
-        if self.recipe.keep:  # before the step, as some optimizers work in the gradient's memory
+        if self.keep:  # before the step, as some optimizers work in the gradient's memory
             self.stepped = {
                 name: torch.zeros_like(h) if h.grad is None else h.grad.clone()
                 for name, h in self._handles.items()
@@ -193,7 +196,7 @@ class VersionedStage(CountingStage):
             if name in self.ties:
                 # Dense, as the sum with another stage's is.
                 tied[self.ties[name]] = gradient.clone().to_dense()
-            elif self.recipe.clip is not None:
+            elif self.options.clip is not None:
                 square += _square(gradient)
         return News(square, tied)
 
@@ -238,7 +241,7 @@ class VersionedStage(CountingStage):
         every = [p for of_version in self.weights.values() for p in of_version.values()]
         self._buffers = buffers_of(self._parts)
         buffers = (buffer for buffer in self._buffers.values() if buffer is not None)
-        self.device.ignore(id(self), (*every, *buffers))
+        self.device.ledger.ignore(id(self), (*every, *buffers))
         latest = _bytes(self.weights[self.latest].values())
         self._of_weights = latest, _bytes(every) - latest  # the versions kept beside it
 

@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,9 +16,10 @@ from torch import nn
 
 from pipelab.predict.costs import Recompute
 from pipelab.runtime.drafts import draft_of
-from pipelab.runtime.prepare import Options, Segment
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import Order
+from pipelab.runtime.prepare import Segment
 from pipelab.runtime.session import Wing
-from pipelab.runtime.stage import Recipe
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.arithmetic import TorchArithmetic
@@ -27,7 +28,7 @@ from pipelab.runtime.torch.device import CpuDevice, find_device, torch_device
 from pipelab.runtime.torch.settings import check_modes
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, make_optimizer
-from pipelab.runtime.worker import Job, Order
+from pipelab.runtime.worker import Job
 from pipelab.table.schedule import Schedule
 
 # A process that has these was started by torchrun or another launcher.
@@ -42,15 +43,13 @@ class TorchJob(Job):
     draws    whether forwards are known to draw random numbers
     ties     per stage, the numbers of its tied weights by name
     start    by stage, what to go on from
-    saves    whether a checkpoint is wanted in the end
     """
 
     modules: dict[int, nn.Module]
-    recipe: Recipe
+    options: Options
     draws: bool
     ties: Sequence[dict[str, int]]
     start: Mapping[int, StageState]
-    saves: bool
 
     def home(self) -> CpuDevice:
         return torch_device(self.device, self.rank)
@@ -64,14 +63,14 @@ class TorchJob(Job):
             made[s] = TorchStage(
                 copied,
                 home,
-                self.recipe,
+                self.options,
                 first=s == 0,
                 last=s == self.schedule.stages - 1,
                 ties=self.ties[s],
                 start=self.start.get(s),
                 draws=self.draws,
             )
-            if self.saves:  # tell now, and not after the training
+            if self.options.save:  # tell now, and not after the training
                 checkpoint.packed(s, made[s].optimizer_state())
         return made
 
@@ -97,13 +96,11 @@ class TorchWing(Wing):
 
     trees = TREES
 
-    def __init__(
-        self, schedule: Schedule, stages: Sequence[nn.Module], options: Options, *, training: bool
-    ) -> None:
-        super().__init__(schedule, stages, options, training=training)
+    def __init__(self, schedule: Schedule, stages: Sequence[nn.Module], options: Options) -> None:
+        super().__init__(schedule, stages, options)
         check_modes()
         check_replicas(schedule, options.replicas)
-        if training:
+        if options.training:
             check_stages(stages)
             check_statistics(stages)
             if options.recompute is not Recompute.NEVER:
@@ -118,11 +115,14 @@ class TorchWing(Wing):
         if options.save:
             check_saved(stages)
         self.launcher, self.devices = _launcher(schedule, options)
-        self.autocast = find_autocast(options.autocast, self.devices)
+        self.draws = options.seed is not None or (options.training and any_draws(stages))
         seed = index.seed if index else options.seed
-        # Asking for it draws nothing from the caller's generator.
-        self.seed = torch.initial_seed() if seed is None else seed
-        self.draws = options.seed is not None or (training and any_draws(stages))
+        self.options = replace(
+            options,
+            autocast=find_autocast(options.autocast, self.devices),
+            # Asking for it draws nothing from the caller's generator.
+            seed=torch.initial_seed() if seed is None else seed,
+        )
         if index and options.resume:
             self.start = checkpoint.states_for(Path(options.resume), index, stages, self._here())
             read = [] if options.endless else Segment(schedule, 0, index.batch).later()
@@ -138,11 +138,11 @@ class TorchWing(Wing):
     def context(cls) -> AbstractContextManager:
         return torch.inference_mode(False)  # copies made in it could not be trained
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self) -> None:
         told: dict[str, None] = {}
         for s, state in self.start.items() if self.launcher.first else ():
             trained = (p for p in self.stages[s].parameters() if p.requires_grad)
-            made, _ = make_optimizer(optimizer, [*map(copy.copy, trained)])
+            made, _ = make_optimizer(self.options.optimizer, [*map(copy.copy, trained)])
             told |= dict.fromkeys(state.other_rates(made) if made else ())
         for text in told:  # once, whatever stages and processes it is true of
             warnings.warn(text, stacklevel=4)
@@ -164,11 +164,10 @@ class TorchWing(Wing):
             draws=self.draws,
             ties=self.ties,
             start={s: self.start[s] for s in own if self.start},
-            saves=self.options.save is not None,
             **fields,
         )
 
-    def digests(self, recipe: Recipe) -> dict[str, str | None]:
+    def digests(self) -> dict[str, str | None]:
         """Digests of the weights used here: a stage's replicas, reference and ties begin equal."""
         found: dict[str, str | None] = {}
         if self.start:  # all begin with the files of one checkpoint
@@ -180,15 +179,10 @@ class TorchWing(Wing):
                 found[of] = TREES.digest(tensor)
         return found
 
-    def arithmetic(
-        self, recipe: Recipe, wide: bool, first: int, start: Sequence[StageState]
-    ) -> TorchArithmetic:
+    def arithmetic(self, wide: bool, first: int, start: Sequence[StageState]) -> TorchArithmetic:
         # Where there is a GPU, on that: it may round more (TF32), which the reference has to show.
         home = next((name for name in self.devices if name.startswith("cuda")), self.devices[0])
-        replicas = self.options.replicas
-        return TorchArithmetic(
-            self.stages, recipe, home, wide=wide, replicas=replicas, first=first, start=start
-        )
+        return TorchArithmetic(self.stages, self.options, home, wide=wide, first=first, start=start)
 
     @contextmanager
     def saving(self, folder: Path | None, done: int) -> Iterator[Path | None]:
@@ -203,7 +197,7 @@ class TorchWing(Wing):
         with draft_of(folder, first, token) as draft:
             yield draft
             if first:
-                checkpoint.write_index(draft, self.schedule, done, self.seed, self.owner)
+                checkpoint.write_index(draft, self.schedule, done, self.options.seed, self.owner)
         self.launcher.from_first(lambda: None, "save")  # all ranks may read it from now on
 
     @classmethod
@@ -217,7 +211,7 @@ class TorchWing(Wing):
 
     def check_caller(self) -> None:
         now = find_autocast(None, self.devices)
-        if now not in (None, self.autocast):
+        if now not in (None, self.options.autocast):
             raise ValueError(
                 f"this call is in a torch.autocast of {now}, and the Trainer was made without it: "
                 "make the Trainer inside of the torch.autocast too, or give it autocast=torch."
@@ -235,10 +229,9 @@ def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
 
         ranks, count = Ranks(options.timeout, table.to_csv()), torch.cuda.device_count()
         # Each rank of a machine takes a GPU of its own, as far as there are enough.
-        if options.devices is None and count:
-            options.devices = f"cuda:{ranks.local % count}"
-        return ranks, device_names(table, options)
-    names = device_names(table, options)
+        own = f"cuda:{ranks.local % count}" if count else None
+        return ranks, device_names(table, own if options.devices is None else options.devices)
+    names = device_names(table, options.devices)
     if options.backend == "processes":
         from pipelab.runtime.torch.processes import Processes
 
@@ -371,9 +364,9 @@ def find_autocast(autocast: torch.dtype | None, names: Sequence[str]) -> torch.d
     return autocast
 
 
-def device_names(schedule: Schedule, options: Options) -> list[str]:
+def device_names(schedule: Schedule, devices: str | Sequence[Any] | None) -> list[str]:
     """A torch device per row."""
-    devices, count = options.devices, torch.cuda.device_count()
+    count = torch.cuda.device_count()
     if devices is None:
         devices = [f"cuda:{d % count}" if count else "cpu" for d in range(schedule.devices)]
     names = [devices] * schedule.devices if isinstance(devices, str) else list(devices)

@@ -6,9 +6,9 @@ from itertools import chain, islice, product
 from typing import Any
 
 from pipelab.runtime.batches import cut_batch
+from pipelab.runtime.orders import Step
 from pipelab.runtime.prepare import Segment, seed_for
 from pipelab.runtime.result import Run
-from pipelab.runtime.stage import Step
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.verdict.reference import Piece, Reference
 from pipelab.runtime.verdict.trial import Reading, Trial
@@ -72,7 +72,7 @@ def judge(
         if not table.training:
             trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
             continue
-        t, steps = segment.updates_before + i, [of_stage[i] for of_stage in replica_steps[0]]
+        t, steps = segment.done.updates + i, [of_stage[i] for of_stage in replica_steps[0]]
         trial.compare_update(t, steps, pieces, exact)
         trial.compare_step(t, steps)
         if i == table.updates - 1:
@@ -109,10 +109,10 @@ def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:
     Unlike `reading_of`'s they are counted through the training.
     """
     rule, of_table = reading_of(segment.whole, replicas)
-    rest = of_table[segment.first_update :]
+    done, before = segment.done.updates, segment.before_table.updates
     # Those of a short batch are fewer, and all read alike.
     size = segment.pieces * replicas or None
-    return rule, [[[v + segment.before_table for v in r] for r in of[:size]] for of in rest]
+    return rule, [[[v + before for v in r] for r in of[:size]] for of in of_table[done - before :]]
 
 
 def _most_precise(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from pipelab.runtime.batches import Trees, samples_of
-from pipelab.runtime.stage import Recipe
+from pipelab.runtime.options import Options
 
 Arrays = dict[str, np.ndarray]  # "NAME of stage S" -> float64, complex128, or whole numbers
 Losses = list[tuple[float, float]]  # (mean, count)
@@ -125,11 +125,12 @@ class Arithmetic(Protocol):
 class Reference:
     """A training in one precision; it keeps the versions still to be read, and follows the run's.
 
-    history  [stage][version], its weights
+    history      [stage][version], its weights
+    shared_clip  whether `clip` is the norm over all stages, and not that of each
     """
 
-    def __init__(self, arithmetic: Arithmetic, recipe: Recipe) -> None:
-        self.arithmetic, self.recipe = arithmetic, recipe
+    def __init__(self, arithmetic: Arithmetic, options: Options, *, shared_clip: bool) -> None:
+        self.arithmetic, self.options, self.shared_clip = arithmetic, options, shared_clip
         self.history = arithmetic.history
         self._before = arithmetic.remembered()  # the latest gradient or loss without a jitter
         self._used: list[set[str]] = []  # by stage, the weights that had a gradient in it
@@ -185,16 +186,16 @@ class Reference:
 
     def _clipped(self, gradients: Arrays) -> Arrays:
         """Clip as torch's clip_grad_norm_, over all stages or in each; tied weights count once."""
-        if self.recipe.clip is None:
+        if self.options.clip is None:
             return gradients
         # Names end in the stage's number: with a norm for each stage that is the group.
-        group = {n: "" if self.recipe.shared_clip else n.rpartition(" ")[2] for n in gradients}
+        group = {n: "" if self.shared_clip else n.rpartition(" ")[2] for n in gradients}
         squares = dict.fromkeys(group.values(), 0.0)
         for name, g in gradients.items():
             if name not in self.arithmetic.repeated:
                 squares[group[name]] += float(np.vdot(g, g).real)
         factors = {
-            of: np.minimum(1.0, self.recipe.clip / (square**0.5 + 1e-6))
+            of: np.minimum(1.0, self.options.clip / (square**0.5 + 1e-6))
             for of, square in squares.items()
         }
         return {name: g * factors[group[name]] for name, g in gradients.items()}
@@ -220,7 +221,7 @@ class Reference:
         """Whether the model takes such data: a layer may insist on a precision or a size."""
         try:
             # A jitter of nothing computes the same, and puts back what modules remember.
-            (self.gradients if self.recipe.training else self.losses)(pieces, Jitter(1, 0.0))
+            (self.gradients if self.options.training else self.losses)(pieces, Jitter(1, 0.0))
             return True
         except Exception:
             return False

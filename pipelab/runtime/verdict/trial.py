@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from pipelab.runtime.batches import mean_losses
+from pipelab.runtime.orders import Step
 from pipelab.runtime.result import Run
-from pipelab.runtime.stage import Step
 from pipelab.runtime.verdict.certificate import (
     EPS_32,
     EPS_64,
@@ -189,7 +189,7 @@ class Trial:
     ) -> None:
         """All that is there in the end."""
         self.compare_batches()
-        if self.own.recipe.training:
+        if self.own.options.training:
             self.compare_replicas(replica_steps)
             self.compare_trained()
         if saved:

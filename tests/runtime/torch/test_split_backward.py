@@ -19,7 +19,8 @@ import pipelab
 from pipelab import Costs, Recompute, Schedule, fit, make, run, simulate
 from pipelab.models.gpt2 import gpt2
 from pipelab.optimize.cut import profile
-from pipelab.runtime.torch.device import Saved, storages, whole_backward
+from pipelab.runtime.torch.device import whole_backward
+from pipelab.runtime.torch.ledger import Saved, storages
 from pipelab.runtime.torch.split_backward import AT_ONCE, Halves
 from pipelab.table.action import Kind
 from tests.runtime.test_run import SGD, batches, stages

@@ -801,11 +801,14 @@ def compiled_once() -> Iterator[None]:
 
         patch.setattr(made, "__init__", init)
 
-    def recipe(r: Any) -> tuple:
-        return r.loss, r.optimizer
-
     def of_arithmetic(made: JaxArithmetic) -> tuple:
-        return made.applies, *recipe(made.recipe), _shapes(made.history), made.wide
+        return (
+            made.applies,
+            made.options.loss,
+            made.options.optimizer,
+            _shapes(made.history),
+            made.wide,
+        )
 
     def check_optimizer(optimizer: Any, parts: Sequence[Any]) -> None:
         key = optimizer, _shapes([parameters for _, parameters in parts])

@@ -1,0 +1,73 @@
+"""How to train: all that a caller chooses, checked once, and the same for every rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from pipelab.predict.costs import Costs, Recompute
+
+REFERENCES = ("batches", "microbatches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `run`, which documents them, beside its schedule, stages and batches.
+
+    ValueError, with the remedy, for a value that no run can have. A library's `Wing` replaces those
+    that stand for what is found at the caller's, such as `autocast` and `seed`.
+
+    training  else stages only evaluate, without an optimizer
+    endless   whether the training goes on after the table's last batch
+    """
+
+    loss: Callable[[Any, Any], Any]
+    optimizer: Any = None
+    backend: str | None = None
+    devices: Any = None
+    replicas: int = 1
+    recompute: Recompute = Recompute.NEVER
+    clip: float | None = None
+    autocast: Any = None
+    seed: int | None = None
+    finite: bool = True
+    pace: float | None = None
+    costs: Costs | None = None
+    check: bool | str = True
+    reference: str = "batches"
+    tolerance: float | None = None
+    save: str | Path | None = None
+    stop: int | None = None
+    resume: str | Path | None = None
+    timeout: float = 60.0
+    training: bool = True
+    endless: bool = False
+
+    def __post_init__(self) -> None:
+        for name, fits, remedy in (
+            ("replicas", self.replicas >= 1, "a whole number of at least 1"),
+            ("check", self.check in (True, False, "quick"), "True, False or 'quick'"),
+            ("reference", self.reference in REFERENCES, f"one of {', '.join(REFERENCES)}"),
+            ("seed", (self.seed or 0) >= 0, "a whole number of at least 0"),
+            ("pace", _above(0, self.pace), "the seconds of one cost unit, such as 0.005"),
+            ("timeout", _above(0, self.timeout), "seconds, a number above 0"),
+            ("clip", _above(0, self.clip), "the largest norm, a number above 0"),
+            ("tolerance", _above(0.999, self.tolerance), "how many times its rounding, at least 1"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give {remedy}")
+
+    def refuse(self, *names: str) -> None:
+        """ValueError if one of these is not as it is by default."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in names and value != option.default:
+                raise ValueError(
+                    f"{option.name}={value!r} is not supported with backend={self.backend!r}: "
+                    "leave it out"
+                )
+
+
+def _above(least: float, value: float | None) -> bool:
+    return value is None or least < value < inf

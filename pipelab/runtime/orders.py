@@ -1,0 +1,132 @@
+"""What a rank is told, and what it answers: an `Order` for its worker, whose `Outcome` comes back.
+
+Micro-batches, updates and weight versions are numbered through the whole training.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipelab.table.action import Action
+
+
+@dataclass
+class MicroBatch:
+    """What a stage is told of a micro-batch.
+
+    version    the weights that it reads
+    update     the one that its gradient is for: all those of one update are a group
+    batch      that it is a part of
+    recompute  whether its forward runs again before its backward
+    x          on the first stage, the data
+    target     on the last stage
+    samples    how many it has, on the first and the last stage
+    seed       the arguments of `seed_for`, for what its forward draws; None if forwards draw none
+    """
+
+    version: int
+    update: int
+    batch: int
+    recompute: bool
+    x: Any = None
+    target: Any = None
+    samples: int = 0
+    seed: tuple[int, int, int] | None = None
+
+
+@dataclass(kw_only=True)
+class Order:
+    """What the worker of a rank is to do next.
+
+    actions       of its row
+    microbatches  by stage and number, those that are new to it
+    later         by stage, the versions that are read after these micro-batches: they are kept
+    unit          what counts are divided by where they weigh gradients, on the last stage: about
+                  the samples of one, so that float16 can hold it; a power of two, which rounds
+                  nothing; the same in all replicas
+    paces         of a paced run: the seconds of every action, and of its input's way
+    training      else the forwards only evaluate
+    keep          whether to keep gradients and weights of every update, for the check
+    report        whether to say all that an `Outcome` has, and not the losses alone
+    state         whether to say what the stages go on from
+    save          where to write that to
+    """
+
+    actions: Sequence[Action] = ()
+    microbatches: Mapping[int, Mapping[int, MicroBatch]] = field(default_factory=dict)
+    later: Sequence[Collection[int]] = ()
+    unit: int = 1
+    paces: Sequence[tuple[float, float]] | None = None
+    training: bool = True
+    keep: bool = False
+    report: bool = False
+    state: bool = False
+    save: Path | None = None
+
+
+class Step(NamedTuple):
+    """The effect of an update on a stage: the gradients it stepped with and the weights it made."""
+
+    gradients: dict[str, Any]
+    weights: dict[str, Any]
+
+
+class Bytes(NamedTuple):
+    """The memory besides activations: the latest weights, more versions of them, and so on."""
+
+    weights: int
+    versions: int
+    gradients: int
+    optimizer: int
+
+
+NO_BYTES = Bytes(0, 0, 0, 0)
+
+
+@dataclass
+class Record:
+    """A worker's record, per action of its row: seconds since the run began, bytes, versions.
+
+    start, end  of the action
+    arrived     of its input, if that came from another device (else nan); `received` are its bytes
+    most, held  activation bytes, the most during the action and after it
+    kept        other bytes after it
+    versions    kept of the action's stage
+    late        paced: how many actions took longer than they should
+    """
+
+    start: list[Any] = field(default_factory=list)
+    end: list[Any] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    kept: list[Bytes] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    at_start: Bytes = NO_BYTES
+    late: int = 0
+
+
+@dataclass
+class Outcome:
+    """The result of a rank's order.
+
+    losses   (mean, count) by micro-batch, from the rank with the last stage
+    record   what its worker saw
+    steps    by stage, what each update did
+    weights  by stage, trained
+    unsplit  by stage, if there are any: see `Run`
+    states   by stage, what it goes on from
+    unsaved  why no checkpoint of them could be written, if it could not
+    """
+
+    row: int
+    replica: int
+    losses: dict[int, tuple[float, float]]
+    record: Record = field(default_factory=Record)
+    steps: dict[int, Sequence[Step]] = field(default_factory=dict)
+    weights: dict[int, Any] = field(default_factory=dict)
+    unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    states: dict[int, Any] = field(default_factory=dict)
+    unsaved: Exception | None = None

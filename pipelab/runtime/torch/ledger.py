@@ -1,0 +1,104 @@
+"""The account of what torch keeps for backwards: what autograd saves, by unique storages."""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipelab.runtime.ledger import Ledger
+
+
+class Saved:
+    """A tensor as autograd saved it for the backward."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # The tensor itself would keep its graph alive.
+        self.tensor: Tensor | None = tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        assert self.tensor is not None, "given back before its last use"
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "a tensor saved for the backward was changed in place after the forward, by this "
+                "stage or by one that was given it: change a copy there, as clone() makes one"
+            )
+        return self.tensor
+
+
+class TorchLedger(Ledger):
+    """The account of a torch device. Weights and buffers are no activations, whoever saves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ignored: dict[int, set[int]] = {}  # owner -> storages that are no activations
+        self._constants: set[int] = set()  # all of them
+
+    def ignore(self, owner: int, tensors: Iterable[Tensor]) -> None:
+        """Storages of these tensors do not count; replaces what the owner said before."""
+        self._ignored[owner] = set(storages(tensors))
+        self._constants = set().union(*self._ignored.values())
+
+    def ignores(self, tensor: Tensor) -> bool:
+        """Whether its memory is a weight's or a buffer's."""
+        return tensor.untyped_storage().data_ptr() in self._constants
+
+    def hold_tensors(self, key: Hashable, tensors: Iterable[Any]) -> None:
+        """Count the storages of those that are tensors for `key`."""
+        blocks = storages(tensor for tensor in tensors if isinstance(tensor, Tensor))
+        kept = {block: size for block, size in blocks.items() if block not in self._constants}
+        self.hold(key, kept)
+
+    def watch(self, key: Hashable, into: list[ref[Saved]] | None = None) -> AbstractContextManager:
+        """Count for `key` all that autograd saves in this context, and list it in `into`."""
+
+        def pack(tensor: Tensor) -> Saved:
+            # Lines that every saved tensor runs, most of them cold: no calls of one another.
+            if tensor.layout is not torch.strided:
+                self.hold_tensors(key, [tensor])
+            else:
+                storage = tensor.untyped_storage()
+                block = storage.data_ptr()
+                if block not in self._constants:
+                    self.hold(key, {block: storage.nbytes()})
+            saved = Saved(tensor)
+            if into is not None:
+                into.append(ref(saved))
+            return saved
+
+        return saved_tensors_hooks(pack, Saved.unpack)
+
+
+def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
+    """The part of what autograd saved that is still kept: a graph is alive, and has it.
+
+    Not all of it could be found from the operations: not what an operation in place on a view
+    saved, nor what torch.utils.checkpoint will compute again from.
+    """
+    for reference in saved:
+        found = reference()
+        if found is not None and found.tensor is not None:
+            yield found.tensor
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The memory of tensors, {address: bytes}, each once."""
+    blocks = (part.untyped_storage() for tensor in tensors for part in parts_of(tensor))
+    return {block.data_ptr(): block.nbytes() for block in blocks}
+
+
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensors with memory that a sparse one is made of; of any other itself."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
