@@ -531,7 +531,7 @@ def inputs_swapped(s: Sabotage) -> None:
     send, held = Transport.send, {}
 
     def swapped(self: Any, source: Any, device: int, message: Any) -> None:
-        first, second = (0, True, 0), (0, True, 1)
+        first, second = (0, "output", 0, 1), (0, "output", 1, 1)
         if source not in (first, second):
             send(self, source, device, message)
             return
