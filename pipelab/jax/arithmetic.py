@@ -115,8 +115,13 @@ class JaxArithmetic(reference.Arithmetic):
     def named(self, weights: Any) -> Weights:
         return named(weights)
 
-    def on_host(self, array: Any) -> np.ndarray:
+    def widened(self, array: Any) -> np.ndarray:
         return wide(array)
+
+    def off(self, array: Any, size: float, seed: int) -> np.ndarray:
+        array = wide(array)
+        errors = np.random.default_rng(seed).uniform(-size, size, array.shape)
+        return array + np.where(np.isfinite(array), array, 0) * errors
 
     # ---- pieces of it
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from pipelab.runtime.batches import Trees, samples_of
 from pipelab.runtime.options import Options
+from pipelab.runtime.verdict.views import AT_ONCE, Lazy, library, on_host, wide
 
-Arrays = dict[str, np.ndarray]  # "NAME of stage S" -> float64, complex128, or whole numbers
+Arrays = dict[str, Lazy]  # by "NAME of stage S"
 Losses = list[tuple[float, float]]  # (mean, count)
 Weights = Mapping[str, Any]  # a stage's, by name
 
@@ -66,6 +67,7 @@ class Arithmetic(Protocol):
     trained      by stage, the names of the weights that are trained
     repeated     tied weights where they are named again, as in `eps`
     trees        how its library takes data apart
+    at_once      elements of a tensor that are compared at once
     """
 
     eps: dict[str, float]
@@ -80,6 +82,7 @@ class Arithmetic(Protocol):
     trained: Sequence[Sequence[str]]
     repeated: Sequence[str] = ()
     trees: Trees
+    at_once: int = AT_ONCE
 
     def compute(
         self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
@@ -103,8 +106,19 @@ class Arithmetic(Protocol):
         """The tensors that a run gives back of a stage, by name."""
         return weights
 
-    def on_host(self, array: Any) -> np.ndarray:
-        """In float64 or complex128; whole numbers and truth values as they are."""
+    def dense(self, array: Any) -> Any:
+        """The same in rows that can be taken out, without a graph."""
+        return array
+
+    def widened(self, array: Any) -> Any:
+        """In float64 or complex128 on the device that computes, as `views` take it.
+
+        Whole numbers and truth values as they are, on the host.
+        """
+        return wide(on_host(array))
+
+    def off(self, array: Any, size: float, seed: int) -> Any:
+        """An array whose finite numbers are each off by up to `size` of itself."""
 
     def buffers(self) -> Sequence[Mapping[str, Any]]:
         """Those that forwards of the first replica have left, by stage."""
@@ -174,14 +188,14 @@ class Reference:
         # A weight that no forward has used has no gradient: optimizers leave it alone, and so does
         # `step`. It is compared as zeros.
         self._used = [set(total) for total in sums]
-        # [2] means, on the host in float64, by the names that the verdict uses
+        # [2] means, by the names that the verdict uses
         means: Arrays = {}
         for s, (names, total) in enumerate(zip(compute.trained, sums, strict=True)):
             like = next(iter(self.history[s].values()))
             for name in names:
-                array = compute.on_host(total.get(name, like[name]))
-                divided = array / (counted or 1.0) if name in total else np.zeros_like(array)
-                means[f"{name} of stage {s}"] = divided
+                found = self._lazy(total.get(name, like[name]))
+                factor = 1 / (counted or 1.0) if name in total else None
+                means[f"{name} of stage {s}"] = _times(found, factor)
         return losses, self._clipped(means)
 
     def _clipped(self, gradients: Arrays) -> Arrays:
@@ -193,12 +207,12 @@ class Reference:
         squares = dict.fromkeys(group.values(), 0.0)
         for name, g in gradients.items():
             if name not in self.arithmetic.repeated:
-                squares[group[name]] += float(np.vdot(g, g).real)
+                squares[group[name]] += g.square()
         factors = {
-            of: np.minimum(1.0, self.options.clip / (square**0.5 + 1e-6))
+            of: float(np.minimum(1.0, self.options.clip / (square**0.5 + 1e-6)))
             for of, square in squares.items()
         }
-        return {name: g * factors[group[name]] for name, g in gradients.items()}
+        return {name: _times(g, factors[group[name]]) for name, g in gradients.items()}
 
     def step(self, t: int, gradients: Sequence[Weights]) -> Arrays:
         """The weights after the optimizer's step from version t and these gradients, by stage."""
@@ -249,11 +263,17 @@ class Reference:
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         """Gradients or weights of all stages."""
         return {
-            f"{name} of stage {s}": self.arithmetic.on_host(value)
+            f"{name} of stage {s}": self._lazy(value)
             for s, of_stage in enumerate(by_stage)
             for name, value in self.arithmetic.named(of_stage).items()
             if hasattr(value, "shape")  # a module's extra state may be anything
         }
+
+    def _lazy(self, array: Any) -> Lazy:
+        """An array of the library's, now: it may be changed in place, but not replaced, later."""
+        compute, shape, array = self.arithmetic, tuple(array.shape), self.arithmetic.dense(array)
+        rows = array if shape else array.reshape(1)
+        return Lazy(shape, lambda at: compute.widened(rows[at]), compute.at_once)
 
     def state(self) -> tuple[Arrays, Arrays]:
         """The accepted weights, and the buffers that the forwards have left."""
@@ -275,15 +295,14 @@ class Reference:
             self._before = now
         else:
             self._before.restore()
-        random = np.random.default_rng(jitter.seed if jitter else 0)
         try:
             # One after another: jittered weights are copies, and one piece's are there at a time.
-            yield ((self._weights(piece, jitter, random), piece) for piece in pieces)
+            yield ((self._weights(piece, jitter, k), piece) for k, piece in enumerate(pieces))
         finally:
             if jitter:
                 now.restore()
 
-    def _weights(self, piece: Piece, jitter: Jitter | None, random: Any) -> list[Weights]:
+    def _weights(self, piece: Piece, jitter: Jitter | None, number: int) -> list[Weights]:
         """Those that a piece reads; with a jitter copies, since a forward may write into them.
 
         Frozen weights are exact: they may be numbers of rows or of a range.
@@ -295,13 +314,18 @@ class Reference:
         compute, off = self.arithmetic, []
         for s, (weights, names) in enumerate(zip(given, compute.trained, strict=True)):
             jittered = {
-                name: off_by(compute.on_host(weights[name]), jitter.size, random) for name in names
+                name: compute.off(weights[name], jitter.size, abs(hash((*jitter, number, s, i))))
+                for i, name in enumerate(names)
             }
             off.append(compute.place(s, {**weights, **jittered}))
         return off
 
 
-def off_by(array: Any, eps: float, random: np.random.Generator) -> Any:
-    """An array whose finite numbers are each off by up to an eps of itself."""
-    off = random.uniform(-1, 1, array.shape)
-    return array + np.where(np.isfinite(array), array, 0) * (eps * off)
+def _times(array: Lazy, factor: float | None) -> Lazy:
+    """An array times a number; None: zeros, whatever it holds."""
+
+    def read(rows: slice) -> Any:
+        found = array.read(rows)
+        return library(found).zeros_like(found) if factor is None else found * factor
+
+    return Lazy(array.shape, read, array.at_once)

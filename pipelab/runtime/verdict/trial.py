@@ -1,6 +1,7 @@
 """A run beside its references, update by update: what is compared with what."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -8,18 +9,19 @@ import numpy as np
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.orders import Step
 from pipelab.runtime.result import Run
-from pipelab.runtime.verdict.certificate import (
+from pipelab.runtime.verdict.certificate import IS_IT_A_MEAN, Comparison, opinions
+from pipelab.runtime.verdict.reference import Arrays, Jitter, Losses, Piece, Reference
+from pipelab.runtime.verdict.views import (
     EPS_32,
     EPS_64,
-    IS_IT_A_MEAN,
-    Comparison,
+    Floor,
+    Lazy,
+    Tensors,
+    Views,
     change,
-    distance,
-    norms,
-    opinions,
+    library,
     rounding,
 )
-from pipelab.runtime.verdict.reference import Arrays, Jitter, Losses, Piece, Reference
 
 Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
 COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
@@ -42,7 +44,7 @@ class Trial:
         self.result, self.own, self.truth = result, own, truth
         self.found, self.narrowed = Comparison(tolerance), truth.narrowed([first])
         self.counted: Losses = []
-        self.unset = {name: np.isnan(buffer) for name, buffer in own.state()[1].items()}
+        self.unset = {name: np.isnan(of.whole()) for name, of in own.state()[1].items()}
         if own.arithmetic.start:  # did the reference load all that the checkpoint holds?
             self.compare_saved("the checkpoint to go on from", own.arithmetic.start)
         # The same computed twice must be equal, or all that follows would look like rounding.
@@ -74,7 +76,7 @@ class Trial:
                 f"the gradient of {name} in update {t}",
                 run[name],
                 expected,
-                rounding(eps, expected),
+                rounding(eps),
                 own_gradients[name],
                 # A second opinion is off by the coarsest rounding that there is anywhere inside.
                 again(name, max(eps, self.narrowed, compute.mixed)),
@@ -97,12 +99,11 @@ class Trial:
                 exact, near = (truth.gradients(pieces, Jitter(1, e))[1] for e in (0.0, EPS_64))
                 again = opinions(lambda draw: truth.gradients(pieces, Jitter(draw, EPS_32))[1])
                 for name, gradient in whole.items():
-                    floor, of_name = EPS_32 * np.abs(exact[name]), f"{label} of {name}"
                     found.add(
-                        f"{of_name} {IS_IT_A_MEAN}",
+                        f"{label} of {name} {IS_IT_A_MEAN}",
                         gradient,
                         exact[name],
-                        floor,
+                        _share_of_it(EPS_32),
                         near[name],
                         again(name),
                         whole=True,
@@ -111,14 +112,17 @@ class Trial:
         # [2] Else a layer computes in bfloat16, say, whatever it is given: only what is far off
         #     counts, all tensors as one, since those that vanish are noise; and a truth that is no
         #     more precise than our own is rounded each time that a micro-batch is added.
-        eps, joined, coarsest = COARSE, _joined(whole), own.arithmetic.coarsest
+        eps, coarsest = COARSE, own.arithmetic.coarsest
         if truth.arithmetic.computes_in != "float64":
             eps = max(COARSE, len(pieces) * truth.arithmetic.coarsest)
-        if all((norms(distance(cut_up[n], whole[n])) <= eps * norms(joined)).all() for n in whole):
+        joined = _joined(whole)
+        largest = eps * Views(Tensors(joined, joined), joined.shape, 1.0, whole=True).sizes[0]
+        each = (Tensors(cut_up[n], whole[n]) for n in whole)
+        if all((Views(t, t.truth.shape, 1.0, True).errors[0] <= largest).all() for t in each):
             return
         expected = _joined(truth.gradients(pieces, Jitter(1, coarsest))[1])
         again = opinions(lambda d: [_joined(own.gradients(pieces, Jitter(d, coarsest))[1])])
-        floor = eps * np.abs(joined)
+        floor = _share_of_it(eps)
         label = f"{label} {IS_IT_A_MEAN}"
         found.add(label, joined, expected, floor, _joined(cut_up), again(0), whole=True)
 
@@ -137,7 +141,7 @@ class Trial:
         for k, (mean, count) in enumerate(exact):
             if count:
                 label = f"the loss of micro-batch {first + k}"
-                floor = rounding(own.arithmetic.eps_of_loss, mean)
+                floor = rounding(own.arithmetic.eps_of_loss)
                 self.found.add(label, reported[k], mean, floor, near[k][0], again(k))
         self.counted += [(mean, count) for mean, (_, count) in zip(reported, near, strict=True)]
 
@@ -165,14 +169,10 @@ class Trial:
         gradients = own.arrays([step.gradients for step in steps])
         run = own.arrays([step.weights for step in steps])
         for name, expected in after.items():
-            step, eps = change(expected, before[name]), own.arithmetic.eps.get(name, 0.0)
-            floor = eps * np.abs(step) + min(eps, EPS_32) / 2 * np.abs(expected)
-            # Without a gradient or a decay a weight must stay as it is. With one, its step may be
-            # too small to show.
-            still = (gradients.get(name, 0) == 0) & (step == 0)
+            floor = _of_step(own.arithmetic.eps.get(name, 0.0), expected, gradients.get(name))
             label = f"weight {name} after update {t}"
-            got = change(run[name], before[name])
-            visible = self.found.add(label, got, step, np.where(still, 0.0, floor))
+            steps_of = _changed(run[name], before[name]), _changed(expected, before[name])
+            visible = self.found.add(label, *steps_of, floor)
             self.found.visible[1].extend([visible] if visible else [])
 
     def go_on(self, version: int, steps: Sequence[Step], ahead: Reading) -> None:
@@ -234,7 +234,7 @@ class Trial:
                 f"buffer {name}",
                 run[name],
                 buffer,
-                eps * np.abs(buffer),
+                _share_of_it(eps),
                 near[name],
                 # A mean may be far smaller than what was added up for it, and so than its rounding.
                 again(name, max(eps, self.narrowed, compute.mixed)),
@@ -247,9 +247,45 @@ class Trial:
         saved, expected = map(own.arrays, own.arithmetic.saved(states, own.history, weights))
         for name in {**saved, **expected}:
             there, wanted = (arrays.get(name, np.zeros(0)) for arrays in (saved, expected))
-            floor = min(self.own.arithmetic.coarsest, EPS_32) * np.abs(wanted)
+            floor = _share_of_it(min(self.own.arithmetic.coarsest, EPS_32))
             self.found.add(f"in {where}, {name}", there, wanted, floor, unset=True)
 
 
-def _joined(arrays: Arrays) -> np.ndarray:
-    return np.concatenate([array.ravel() for array in arrays.values()])
+def _share_of_it(eps: float) -> Floor:
+    return lambda rows, truth: eps * abs(truth)
+
+
+def _of_step(eps: float, after: Lazy, gradient: Lazy | None) -> Floor:
+    """How far rounding may lead in a step: that of the change, and of the new weight."""
+
+    def floor(rows: slice, step: Any) -> Any:
+        off = eps * abs(step) + min(eps, EPS_32) / 2 * abs(after.read(rows))
+        # Without a gradient or a decay a weight must stay as it is. With one, its step may be too
+        # small to show.
+        moves = step != 0
+        moves = moves if gradient is None else moves | (gradient.read(rows) != 0)
+        return library(step).where(moves, off, 0.0)
+
+    return floor
+
+
+def _changed(after: Lazy, before: Lazy) -> Lazy:
+    return Lazy(
+        after.shape, lambda rows: change(after.read(rows), before.read(rows)), after.at_once
+    )
+
+
+def _joined(arrays: Arrays) -> Lazy:
+    """All of them as one vector, which is read array by array."""
+    parts, cuts, end = {}, [], 0
+    for array in arrays.values():
+        for rows in array.rows():
+            begin, end = end, end + (rows.stop - rows.start) * prod(array.shape[1:])
+            parts[begin] = array, rows
+            cuts.append(slice(begin, end))
+
+    def read(cut: slice) -> Any:
+        array, rows = parts[cut.start]
+        return array.read(rows).reshape(-1)
+
+    return Lazy((end,), read, cuts=cuts)
