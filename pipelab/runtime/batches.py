@@ -87,18 +87,19 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
             "Trainer, which evaluates a short batch, and trains on it by a schedule with a flush"
         )
     # [2] as numpy and torch split what does not divide: sizes differ by one at most
-    parts = []
-    for numbers in np.array_split(np.arange(samples), pieces):  # the first ones are larger
-        place = slice(int(numbers[0]), int(numbers[-1]) + 1)
-        try:
-            part = [leaf[place] if _cuttable(leaf) else leaf for leaf in leaves]
-        except Exception as error:  # such as of a sparse tensor
-            raise ValueError(
-                f"batch {number} holds what cannot be cut along its first dimension: give dense "
-                "arrays"
-            ) from error
-        parts.append(trees.unflatten(part, spec))
-    return parts
+    whole, numbers = trees.unflatten(leaves, spec), np.array_split(np.arange(samples), pieces)
+    try:
+        # The first ones are larger.
+        return [samples_from(whole, slice(int(n[0]), int(n[-1]) + 1), trees) for n in numbers]
+    except Exception as error:  # such as of a sparse tensor
+        raise ValueError(
+            f"batch {number} holds what cannot be cut along its first dimension: give dense arrays"
+        ) from error
+
+
+def samples_from(batch: Any, place: slice, trees: Trees) -> Any:
+    """Some samples of a batch, or of a part of one."""
+    return trees.map(lambda leaf: leaf[place] if _cuttable(leaf) else leaf, batch)
 
 
 def check_leaves(leaves: Sequence[Any], where: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -162,9 +164,12 @@ class TorchArithmetic(reference.Arithmetic):
         return array.detach().to_dense()
 
     def widened(self, array: Tensor) -> Any:
-        small = array.numel() <= SMALL or not _is_float(array)
-        found = _widen(array.to("cpu" if small else self.device)).resolve_conj().resolve_neg()
-        return found.numpy() if small else found
+        # On a CPU numpy takes a third less than torch.
+        here = self.device.type == "cpu" or array.numel() <= SMALL or not _is_float(array)
+        found = array.to("cpu" if here else self.device).resolve_conj().resolve_neg()
+        if here and found.dtype is torch.float32:
+            return found.numpy().astype(np.float64)
+        return _widen(found).numpy() if here else _widen(found)
 
     def off(self, array: Tensor, size: float, seed: int) -> Tensor:
         array = _widen(array.to(self.device))
@@ -208,6 +213,8 @@ class TorchArithmetic(reference.Arithmetic):
         # [2] the stages in turn, as the caller's precision and each stage's seed have it
         with ExitStack() as stack:
             stack.enter_context(DRAWING)
+            if self.wide:
+                stack.enter_context(_PlainAttention())
             stack.enter_context(
                 torch.autocast(
                     self.device.type, autocast, autocast is not None, cache_enabled=False
@@ -272,7 +279,7 @@ class _State(reference.ReferenceMemory):
         )
 
 
-SMALL = 2**12  # elements that numpy compares sooner than torch
+SMALL = 2**12  # elements that are compared sooner on the host than on a GPU
 CONTAINERS = dict, list, set
 PLAIN = int, float, str, *CONTAINERS
 
@@ -301,6 +308,18 @@ class _Narrowing(TorchDispatchMode):
         )
         finest = min((torch.finfo(dtype).eps for dtype in given), default=np.inf)
         self.found |= {dtype for dtype in made if torch.finfo(dtype).eps > finest}
+        return result
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Attention as its formula says: the fused kernels keep float32 between their two passes."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs or {})
+        result, _ = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs or {})
         return result
 
 

@@ -161,8 +161,10 @@ class Comparison:
             return None
         if not truth.size:
             return None
+        if own is None and not floor and _equal(*arrays):
+            return 0.0  # as most of what was only saved or sent: it is read once
         tensors = Tensors(*arrays, floor, None if own is None else Lazy.of(own), unset)
-        found = Views(tensors, truth.shape, check.tolerance, whole)
+        found = Views(tensors, check.tolerance, whole=whole)
         # Second opinions cost a forward and a backward each: only where the first looks wrong.
         for opinion in again if found.ratio > check.tolerance else ():
             tensors.opinions.append(Lazy.of(opinion))
@@ -191,6 +193,11 @@ class Comparison:
     def verdict(self, rule: str, precision: str = "float64") -> Check:
         gradients, steps = (float(np.median(shares or [0.0])) for shares in self.visible)
         return replace(self.check, rule=rule, precision=precision, visible=(gradients, steps))
+
+
+def _equal(a: Lazy, b: Lazy) -> bool:
+    """Whether they are equal to the last bit; nan is not."""
+    return all(bool((a.read(rows) == b.read(rows)).all()) for rows in b.rows())
 
 
 def opinions(compute: Callable[..., Any]) -> Callable[..., Iterator[Any]]:

@@ -312,6 +312,8 @@ class Reference:
         if not jitter:
             return given
         compute, off = self.arithmetic, []
+        if not jitter.size:
+            return [compute.place(s, weights) for s, weights in enumerate(given)]
         for s, (weights, names) in enumerate(zip(given, compute.trained, strict=True)):
             jittered = {
                 name: compute.off(weights[name], jitter.size, abs(hash((*jitter, number, s, i))))

@@ -24,6 +24,8 @@ from pipelab.runtime.verdict.views import (
 )
 
 Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
+Two = tuple[Sequence[Piece], Piece]  # pieces, and the same data as one
+CUT = "the undivided batch's gradient"
 COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
 
 
@@ -56,20 +58,26 @@ class Trial:
             self.found.add(label, b[0], a[0], floor, unset=True)
 
     def compare_update(
-        self, t: int, steps: Sequence[Step], pieces: Sequence[Piece], exact: Sequence[Piece]
+        self,
+        t: int,
+        steps: Sequence[Step],
+        pieces: Sequence[Piece],
+        exact: Sequence[Piece],
+        two: Two | None,
     ) -> None:
         """The gradient of update t, and the losses of its micro-batches.
 
         pieces  the data as the run computed it
         exact   the same as the truth computes it: undivided where the rule allows it
+        two     then some of the pieces, and the same undivided
         """
         own, compute = self.own, self.own.arithmetic
+        if two and t == 0 and not self.narrowed:
+            self._compare_cut(two)
         losses, gradients = self.truth.gradients(exact)
         own_losses, own_gradients = own.gradients(pieces)
         again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
         run = own.arrays([step.gradients for step in steps])
-        if exact is not pieces:
-            self._compare_cut(t, gradients, own_gradients, pieces)
         for name, expected in gradients.items():
             eps = compute.eps[name]
             visible = self.found.add(
@@ -82,48 +90,49 @@ class Trial:
                 again(name, max(eps, self.narrowed, compute.mixed)),
             )
             self.found.visible[0].extend([] if visible is None else [visible])
+        if two and self.narrowed:
+            self._compare_narrowed_cut(gradients, own_gradients, pieces)
         self.compare_losses(pieces, own_losses, losses)
 
-    def _compare_cut(self, t: int, whole: Arrays, cut_up: Arrays, pieces: Sequence[Piece]) -> None:
-        """The batch's gradient, whole and in micro-batches (`cut_up` is our own).
+    def _compare_cut(self, two: Two) -> None:
+        """The gradient of some micro-batches, and of the same samples undivided.
 
-        If they differ in the precision of the truth, too, the loss depends on how the batch is cut.
-        Our own computing, which cuts it, is then off by that, and so may any run be.
+        If they differ in float64, the loss depends on how the batch is cut. Our own computing,
+        which cuts it, is then off by that, and so may any run be. This shows in every tensor of the
+        first update; the losses show it in all. A jitter leaves no trace in the buffers.
+        """
+        pieces, undivided = two
+
+        def gradients(of: Sequence[Piece], draw: int, size: float) -> Arrays:
+            return self.truth.gradients(of, Jitter(draw, size))[1]
+
+        exact = gradients(pieces, 1, 0.0)
+        # Second opinions: first how far its own rounding leads.
+        near = opinions(lambda draw: gradients(pieces, draw, EPS_64 if draw == 1 else EPS_32))
+        for name, gradient in gradients([undivided], 1, 0.0).items():
+            label, floor = f"{CUT} of {name} {IS_IT_A_MEAN}", _share_of_it(EPS_32)
+            self.found.add(label, gradient, exact[name], floor, None, near(name), whole=True)
+
+    def _compare_narrowed_cut(self, whole: Arrays, cut_up: Arrays, pieces: Sequence[Piece]) -> None:
+        """The same of the batch, where a layer computes in bfloat16, say, whatever it is given.
+
+        Only what is far off counts, all tensors as one, since those that vanish are noise; and a
+        truth that is no more precise than our own is rounded each time that a micro-batch is added.
+        `cut_up` is our own.
         """
         own, truth, found = self.own, self.truth, self.found
-        label = "the undivided batch's gradient"
-        # [1] A truth in float64 throughout shows it in every tensor, in the first update; its
-        #     losses do in all. A jitter, of whatever size, leaves no trace in the buffers.
-        if not self.narrowed:
-            if t == 0:
-                exact, near = (truth.gradients(pieces, Jitter(1, e))[1] for e in (0.0, EPS_64))
-                again = opinions(lambda draw: truth.gradients(pieces, Jitter(draw, EPS_32))[1])
-                for name, gradient in whole.items():
-                    found.add(
-                        f"{label} of {name} {IS_IT_A_MEAN}",
-                        gradient,
-                        exact[name],
-                        _share_of_it(EPS_32),
-                        near[name],
-                        again(name),
-                        whole=True,
-                    )
-            return
-        # [2] Else a layer computes in bfloat16, say, whatever it is given: only what is far off
-        #     counts, all tensors as one, since those that vanish are noise; and a truth that is no
-        #     more precise than our own is rounded each time that a micro-batch is added.
         eps, coarsest = COARSE, own.arithmetic.coarsest
         if truth.arithmetic.computes_in != "float64":
             eps = max(COARSE, len(pieces) * truth.arithmetic.coarsest)
         joined = _joined(whole)
-        largest = eps * Views(Tensors(joined, joined), joined.shape, 1.0, whole=True).sizes[0]
+        largest = eps * Views(Tensors(joined, joined), 1.0, whole=True).sizes[0]
         each = (Tensors(cut_up[n], whole[n]) for n in whole)
-        if all((Views(t, t.truth.shape, 1.0, True).errors[0] <= largest).all() for t in each):
+        if all((Views(t, 1.0, whole=True).errors[0] <= largest).all() for t in each):
             return
         expected = _joined(truth.gradients(pieces, Jitter(1, coarsest))[1])
         again = opinions(lambda d: [_joined(own.gradients(pieces, Jitter(d, coarsest))[1])])
         floor = _share_of_it(eps)
-        label = f"{label} {IS_IT_A_MEAN}"
+        label = f"{CUT} {IS_IT_A_MEAN}"
         found.add(label, joined, expected, floor, _joined(cut_up), again(0), whole=True)
 
     def compare_losses(self, pieces: Sequence[Piece], near: Losses, exact: Losses) -> None:
@@ -252,14 +261,14 @@ class Trial:
 
 
 def _share_of_it(eps: float) -> Floor:
-    return lambda rows, truth: eps * abs(truth)
+    return lambda rows, truth, size: eps * size
 
 
 def _of_step(eps: float, after: Lazy, gradient: Lazy | None) -> Floor:
     """How far rounding may lead in a step: that of the change, and of the new weight."""
 
-    def floor(rows: slice, step: Any) -> Any:
-        off = eps * abs(step) + min(eps, EPS_32) / 2 * abs(after.read(rows))
+    def floor(rows: slice, step: Any, size: Any) -> Any:
+        off = eps * size + min(eps, EPS_32) / 2 * abs(after.read(rows))
         # Without a gradient or a decay a weight must stay as it is. With one, its step may be too
         # small to show.
         moves = step != 0

@@ -5,7 +5,7 @@ belong to (numpy, torch or jax.numpy, whose functions have the same names), and 
 host is a few numbers for each slice.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, prod
 from typing import Any, NamedTuple
@@ -15,9 +15,11 @@ import numpy as np
 FEW = 0.05  # elements of a matrix that are no larger than rounding, as some are by chance
 EPS_32, EPS_64 = (float(np.finfo(dtype).eps) for dtype in (np.float32, np.float64))
 GROUPS = 2**10  # of sizes: powers of four, by the upper bits of a float64's exponent
-AT_ONCE = 2**16  # elements of a part on a CPU: what is made of them stays in its cache
+AT_ONCE = 2**15  # elements of a part on a CPU: what is made of them stays in its cache
+SAMPLE = 2  # parts, of which the usual noise of elements is taken
 SAFE = 1e-75, 1e150  # between these the squares of a tensor and of its noise are numbers
-Floor = Callable[[slice, Any], Any]  # (rows, the truth there) -> how far rounding may lead there
+# (rows, the truth there, its size) -> how far rounding may lead there
+Floor = Callable[[slice, Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -72,20 +74,11 @@ def wide(array: np.ndarray) -> np.ndarray:
     """In float64 or complex128; whole numbers and truth values as they are."""
     if array.dtype.kind in "biu":
         return array
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64, copy=False)
 
 
 def on_host(array: Any) -> np.ndarray:
     return array.cpu().numpy() if hasattr(array, "cpu") else np.asarray(array)
-
-
-class Part(NamedTuple):
-    """Rows of a tensor, from `start` on: the error, the size of the truth, and the noise."""
-
-    start: int
-    error: Any
-    size: Any
-    noise: Any
 
 
 @dataclass
@@ -105,126 +98,166 @@ class Tensors:
     unset: np.ndarray | bool = False
     opinions: list[Lazy] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Part]:
-        for rows in self.truth.rows():
-            run, truth = self.run.read(rows), self.truth.read(rows)
-            unset = self.unset if isinstance(self.unset, bool) else self.unset[rows]
-            error = distance(run, truth, unset)
-            if is_whole(truth):  # exact
-                yield Part(rows.start, error, abs(truth * 1.0), error * 0.0)
-                continue
-            noise = self.floor(rows, truth) if callable(self.floor) else self.floor
-            if self.own:
-                noise = noise + distance(self.own.read(rows), truth, unset)
-            xp, size = library(truth), abs(truth)
-            if isinstance(noise, float):
-                noise = xp.full_like(size, noise)
-            for opinion in self.opinions:
-                noise = xp.maximum(noise, distance(opinion.read(rows), truth, unset))
-            if not isfinite(float(size.sum())):
-                noise = xp.where(xp.isfinite(size), noise, 0.0)
-            yield Part(rows.start, error, size, noise)
+    def read(self, rows: slice) -> tuple[Any, Any, Any]:
+        """The error, the size of the truth, and the noise of some rows."""
+        run, truth = self.run.read(rows), self.truth.read(rows)
+        unset = self.unset if isinstance(self.unset, bool) else self.unset[rows]
+        error = distance(run, truth, unset)
+        if is_whole(truth):  # exact
+            return error, abs(truth * 1.0), error * 0.0
+        xp, size = library(truth), abs(truth)
+        noise = self.floor(rows, truth, size) if callable(self.floor) else self.floor
+        if self.own:
+            noise = noise + distance(self.own.read(rows), truth, unset)
+        if isinstance(noise, float):
+            noise = xp.full_like(size, noise)
+        for opinion in self.opinions:
+            noise = xp.maximum(noise, distance(opinion.read(rows), truth, unset))
+        if not isfinite(float(size.max())):
+            noise = xp.where(xp.isfinite(size), noise, 0.0)
+        return error, size, noise
+
+
+class OfPart(NamedTuple):
+    """What is found in some rows: of the error, the size and the noise, in this order.
+
+    largest, total  element, and sum of squares
+    sums            of squares, of the slices along each axis
+    ratio           the largest of error / noise in an element; `place`: where
+    hidden          elements of which nothing can be said; `first`: one of them
+    """
+
+    largest: list[float]
+    total: list[float]
+    sums: list[list[np.ndarray]]
+    ratio: float = 0.0
+    place: tuple[int, ...] = ()
+    hidden: int = 0
+    first: tuple[int, ...] = ()
 
 
 class Views:
-    """A tensor's error beside its noise: as a whole, and in every slice along each axis.
+    """A tensor's error beside its noise: as a whole, in slices along each axis, and in elements.
 
     errors, sizes, noises  norms of views: of the whole (2-norm and largest), then of each axis's
                            slices
     ratio                  how many times larger than the noise the error is, in the worst view
+    worst                  that view in words
     """
 
-    def __init__(
-        self, parts: Iterable[Part], shape: tuple[int, ...], tolerance: float, whole: bool
-    ) -> None:
-        self.parts, self.shape, self.tolerance = parts, shape, tolerance
-        self.axes = [] if whole else [axis for axis, n in enumerate(shape) if n > 1]
+    def __init__(self, tensors: Tensors, tolerance: float, *, whole: bool = False) -> None:
+        self.tensors, self.tolerance = tensors, tolerance
+        self.shape, self.count = tensors.truth.shape, tensors.truth.size
+        self.axes = [] if whole else [axis for axis, n in enumerate(self.shape) if n > 1]
+        self.by_element = len(self.axes) > 1
         self.measure()
 
     def measure(self) -> None:
         """Read all parts, and compare; again after a second opinion."""
-        # [1] of the whole and the slices, the error, the size and the noise
-        self._sum_squares()
-        if not SAFE[0] < (largest := max(self._largest[:2])) < SAFE[1] and 0 < largest < inf:
-            self._sum_squares(largest)
+        rows = list(self.tensors.truth.rows())
+        sampled = rows[:: max(1, len(rows) // SAMPLE)]
+        found = self._compare(rows, sampled)
+        doubtful = self.ratio > self.tolerance or found.hidden > FEW * self.count
+        if self.by_element and doubtful and len(sampled) < len(rows):
+            found = self._compare(rows, rows)
+        self.hidden, self.first_hidden = found.hidden, found.first
+
+    def _compare(self, rows: Sequence[slice], sampled: Sequence[slice]) -> OfPart:
+        # [1] the whole, the slices and the elements: their errors, sizes and noises
+        found = self._summed(rows, sampled, 1.0)
+        largest = max(found.largest[:2])
+        if not SAFE[0] < largest < SAFE[1] and 0 < largest < inf:
+            found = self._summed(rows, sampled, largest)
+        else:
+            largest = 1.0
         self.errors, self.sizes, self.noises = (
-            [np.array([self._root(q, total[q]), self._largest[q]]) for total in [self._total]]
-            + [self._root(q, sums[q]) for sums in self._sums.values()]
+            [np.array([largest * np.sqrt(found.total[q]), found.largest[q]])]
+            + [largest * np.sqrt(of_axis[q]) for of_axis in found.sums]
             for q in range(3)
         )
-        # [2] where each is compared with the usual noise of those about as large
+        # [2] a slice has at least the usual noise of those about as large
         self.limits = [self.noises[0]]
         for size, noise in zip(self.sizes[1:], self.noises[1:], strict=True):
-            chance = _chance(len(noise), prod(self.shape))
-            self.limits.append(chance * np.maximum(noise, _usual(noise, size)))
+            usual = _usual(noise, size)
+            self.limits.append(_chance(len(noise), self.count) * np.maximum(noise, usual))
+        # [3] the worst of all
         ratios = [_ratios(e, limit) for e, limit in zip(self.errors, self.limits, strict=True)]
         largest_of = [float(of_view.max()) for of_view in ratios]
         view = int(np.argmax(largest_of))
         self.ratio = largest_of[view]
         self.worst = self._named(self.axes[view - 1], [np.argmax(ratios[view])]) if view else ""
-        # [3] and every element of a matrix
-        self.hidden = 0
-        if len(self.axes) > 1:
-            self._compare_elements()
+        if found.ratio > self.ratio:
+            self.ratio, self.worst = found.ratio, _element(found.place)
+        return found
 
-    def _root(self, quantity: int, squares: Any) -> Any:
-        return self._scale * np.sqrt(squares)
+    def _summed(self, rows: Sequence[slice], sampled: Sequence[slice], scale: float) -> OfPart:
+        """All parts together; the squares are those of everything / scale."""
+        usual = None
+        if self.by_element:
+            found = [self._groups_of(scale, at) for at in sampled]
+            count, squares = (sum(of) for of in zip(*found, strict=True))
+            usual = scale * np.sqrt(squares / np.maximum(count, 1))
+            usual[0] = scale * np.sqrt(squares.sum() / max(count.sum(), 1))  # where it is zero
+        largest, total, ratio, hidden = [0.0] * 3, [0.0] * 3, 0.0, 0
+        sums = [[np.zeros(self.shape[axis]) for _ in range(3)] for axis in self.axes]
+        place: tuple[int, ...] = ()
+        first: tuple[int, ...] = ()
+        for at in rows:
+            part = self._of_part(scale, usual, at)
+            for q in range(3):
+                largest[q] = max(largest[q], part.largest[q])
+                total[q] += part.total[q]
+                for axis, of_axis, more in zip(self.axes, sums, part.sums, strict=True):
+                    of_axis[q][at if axis == 0 else slice(None)] += more[q]
+            if part.ratio > ratio:
+                ratio, place = part.ratio, part.place
+            hidden, first = hidden + part.hidden, first or part.first
+        return OfPart(largest, total, sums, ratio, place, hidden, first)
 
-    def _sum_squares(self, scale: float = 1.0) -> None:
-        """The sums of the squares of everything / scale, and the largest of everything."""
-        self._scale, self._largest, self._total = scale, [0.0] * 3, [0.0] * 3
-        self._sums = {axis: np.zeros((3, self.shape[axis])) for axis in self.axes}
-        self._groups = np.zeros((2, GROUPS))  # elements by size: how many, and their noise squared
-        for start, *quantities in self.parts:
-            for q, values in enumerate(quantities):
-                squares = (values / scale if scale != 1 else values) ** 2
-                self._total[q] += float(squares.sum())
-                self._largest[q] = max(self._largest[q], float(values.max()))
-                for axis, sums in self._sums.items():
-                    others = tuple(a for a in range(squares.ndim) if a != axis)
-                    of_slices = on_host(squares.sum(others) if others else squares)
-                    place = slice(start, start + len(of_slices)) if axis == 0 else slice(None)
-                    sums[q, place] += of_slices
-            if len(self.axes) > 1:  # the noise came last
-                groups = _group_of(quantities[1]).reshape(-1)
-                xp = library(groups)
-                if self._total[2] == inf:  # infinite noise says nothing of the others'
-                    squares = xp.where(xp.isfinite(squares), squares, 0.0)
-                for sums, of_each in zip(self._groups, (None, squares.reshape(-1)), strict=True):
-                    sums += on_host(xp.bincount(groups, of_each, minlength=GROUPS))
+    def _groups_of(self, scale: float, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        """How many elements there are of each size, and the sum of their noise squared."""
+        _, size, noise = self.tensors.read(rows)
+        groups, squares = _group_of(size).reshape(-1), (noise / scale).reshape(-1) ** 2
+        xp = library(groups)
+        if not isfinite(float(squares.sum())):  # infinite noise says nothing of the others'
+            squares = xp.where(xp.isfinite(squares), squares, 0.0)
+        count = on_host(xp.bincount(groups, minlength=GROUPS))
+        return count, on_host(xp.bincount(groups, squares, minlength=GROUPS))
 
-    def _compare_elements(self) -> None:
-        """The largest ratio of an element, and how many cannot be judged."""
-        count, squares = self._groups
-        usual = self._scale * np.sqrt(squares / np.maximum(count, 1))
-        usual[0] = self._scale * np.sqrt(squares.sum() / max(count.sum(), 1))  # of zeros
-        chance = _chance(prod(self.shape), prod(self.shape))
-        worst = None
-        for start, error, size, noise in self.parts:
-            xp = library(error)
-            limit = chance * xp.maximum(noise, _of_groups(usual, size))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                ratios = error / limit
-            if not (largest := float(ratios.max())) <= self.ratio:  # nan of 0 / 0, too
-                ratios = xp.where((error == 0) | xp.isinf(limit), 0.0, ratios)
-                largest = float(ratios.max())
-            if largest > self.ratio:
-                self.ratio = largest
-                worst = start, int(ratios.argmax()), ratios.shape
-            hidden = (limit > 0) & (size <= self.tolerance * limit)
-            if number := int(hidden.sum()):
-                # But what is equal to the last bit is right; or both are zeros: see `blind`.
-                hidden &= (error > 0) | (size == 0) & (noise > 0)
-                number = int(hidden.sum())
-                if number and not self.hidden:
-                    self._first_hidden = self._place(start, int(_first(hidden)), hidden.shape)
-            self.hidden += number
-        if worst:
-            self.worst = f" (element [{self._place(*worst)}])"
+    def _of_part(self, scale: float, usual: np.ndarray | None, rows: slice) -> OfPart:
+        quantities = self.tensors.read(rows)
+        largest, total = [float(values.max()) for values in quantities], []
+        sums: list[list[np.ndarray]] = [[] for _ in self.axes]
+        for values in quantities:
+            squares = (values / scale if scale != 1 else values) ** 2
+            for axis, of_axis in zip(self.axes, sums, strict=True):
+                others = tuple(a for a in range(squares.ndim) if a != axis)
+                of_axis.append(on_host(squares.sum(others) if others else squares))
+            total.append(float(sums[0][-1].sum() if sums else squares.sum()))
+        found = OfPart(largest, total, sums)
+        return found if usual is None else self._of_elements(found, usual, rows, *quantities)
 
-    def _place(self, start: int, number: int, shape: tuple[int, ...]) -> str:
-        row, *rest = np.unravel_index(number, shape)
-        return ", ".join(map(str, (start + row, *rest)))
+    def _of_elements(
+        self, found: OfPart, usual: np.ndarray, rows: slice, error: Any, size: Any, noise: Any
+    ) -> OfPart:
+        xp = library(error)
+        if not found.largest[0]:
+            # What is equal to the last bit is right; but of two zeros nothing is known where our
+            # own computing has made something else of them.
+            hidden = (size == 0) & (noise > 0)
+            return found._replace(**_which(hidden, rows))
+        # An element has at least the usual noise of those about as large.
+        limit = _chance(self.count, self.count) * xp.maximum(noise, _of_groups(usual, size))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = error / limit
+        if not isfinite(ratio := float(ratios.max())):
+            ratios = xp.where((error == 0) | xp.isinf(limit), 0.0, ratios)
+            ratio = float(ratios.max())
+        found = found._replace(ratio=ratio, place=_place(rows, ratios.argmax(), ratios.shape))
+        hidden = (limit > 0) & (size <= self.tolerance * limit)
+        if hidden.any():  # but what is equal is right, as above
+            hidden = hidden & ((error > 0) | (size == 0) & (noise > 0))
+        return found._replace(**_which(hidden, rows))
 
     @property
     def share(self) -> float:
@@ -258,10 +291,9 @@ class Views:
                 return [""]
             if axis is not None and hidden.any():
                 found.append(self._named(axis, np.flatnonzero(hidden)))
-        if self.hidden > FEW * prod(self.shape):
-            one = f" (element [{self._first_hidden}])"
-            many = f" ({self.hidden} of {prod(self.shape)} elements)"
-            found.append(one if self.hidden == 1 else many)
+        if self.hidden > FEW * self.count:
+            many = f" ({self.hidden} of {self.count} elements)"
+            found.append(_element(self.first_hidden) if self.hidden == 1 else many)
         return found
 
     def _named(self, axis: int, numbers: Any) -> str:
@@ -302,7 +334,7 @@ def distance(a: Any, b: Any, unset: Any = False) -> Any:
         return np.where(a == b, 0.0, np.maximum(gap, 1.0))  # large ones are equal as floats
     with np.errstate(invalid="ignore", over="ignore"):
         gap = abs(a - b)
-    if isfinite(float(gap.sum())):
+    if isfinite(float(gap.max())):
         return gap
     gap = xp.where(a == b, 0.0, gap)
     if unset is not False:
@@ -317,7 +349,7 @@ def change(after: Any, before: Any) -> Any:
     xp = library(after)
     with np.errstate(invalid="ignore"):
         found = after - before
-    if isfinite(float(abs(found).sum())):
+    if isfinite(float(found.sum())):
         return found
     same = (after == before) | (xp.isnan(after) & xp.isnan(before))
     return xp.where(same, 0.0, found)
@@ -326,7 +358,7 @@ def change(after: Any, before: Any) -> Any:
 def rounding(eps: float) -> Floor:
     """An eps of each element; but a number below the smallest normal one may round to zero."""
     smallest = float(np.finfo(np.float32 if eps >= EPS_32 else np.float64).tiny)
-    return lambda rows, truth: eps * abs(truth) + smallest * (truth != 0)
+    return lambda rows, truth, size: eps * size + smallest * (size != 0)
 
 
 def _group_of(sizes: Any) -> Any:
@@ -347,8 +379,21 @@ def _of_groups(table: np.ndarray, sizes: Any) -> Any:
     return xp.take(xp.asarray(table, device=groups.device), groups)
 
 
-def _first(mask: Any) -> Any:
-    return library(mask).argmax(mask.reshape(-1) * 1)
+def _place(rows: slice, number: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    row, *rest = np.unravel_index(int(number), tuple(shape))
+    return rows.start + int(row), *map(int, rest)
+
+
+def _which(hidden: Any, rows: slice) -> dict[str, Any]:
+    """How many elements of a part are hidden, and the first of them."""
+    if not (number := int(hidden.sum())):
+        return {}
+    first = library(hidden).argmax(hidden.reshape(-1) * 1)
+    return {"hidden": number, "first": _place(rows, first, hidden.shape)}
+
+
+def _element(place: tuple[int, ...]) -> str:
+    return f" (element [{', '.join(map(str, place))}])"
 
 
 def _chance(slices: int, elements: int) -> float:
