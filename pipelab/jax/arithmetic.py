@@ -17,7 +17,7 @@ from pipelab.jax.jaxpr import all_equations
 from pipelab.runtime.batches import samples_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.verdict import reference
-from pipelab.runtime.verdict.reference import Piece, Weights
+from pipelab.runtime.verdict.reference import Piece, Sums, Weights
 
 
 class JaxArithmetic(reference.Arithmetic):
@@ -83,16 +83,17 @@ class JaxArithmetic(reference.Arithmetic):
         self._differentiate = jax.jit(jax.grad(value, has_aux=True))
 
     def compute(
-        self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
-    ) -> tuple[float, float, float, list[dict[str, np.ndarray]]]:
-        function = self._differentiate if gradients else self._value
+        self, weights: Sequence[Weights], piece: Piece, unit: float, sums: Sums | None = None
+    ) -> tuple[float, float, float]:
+        function = self._value if sums is None else self._differentiate
         with self._active():
             found, (mean, count, weight) = function(*self._arguments(weights, piece), unit)
         self.eps_of_loss = float(jnp.finfo(mean.dtype).eps)
-        of_stages = list(map(named, found)) if gradients else [{} for _ in weights]
-        if not count:  # zeros, whatever its mean is
-            of_stages = [{n: np.zeros_like(g) for n, g in of.items()} for of in of_stages]
-        return float(mean), float(count), float(weight), of_stages
+        for of_stage, total in zip(map(named, found), sums or (), strict=False):
+            for name, g in of_stage.items():
+                own = g if count else np.zeros_like(g)  # whatever its mean is
+                total[name] = total[name] + own if name in total else own
+        return float(mean), float(count), float(weight)
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
         function = self._differentiate if self.options.training else self._value

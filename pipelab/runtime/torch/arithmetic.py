@@ -22,7 +22,7 @@ from pipelab.runtime.options import Options
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, make_optimizer
 from pipelab.runtime.verdict import reference
-from pipelab.runtime.verdict.reference import Piece, Weights
+from pipelab.runtime.verdict.reference import Piece, Sums, Weights
 from pipelab.runtime.verdict.views import AT_ONCE
 
 
@@ -110,33 +110,34 @@ class TorchArithmetic(reference.Arithmetic):
         self._draws: Any = _DrawsIn(of_weights) if self.wide else nullcontext()
 
     def compute(
-        self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
-    ) -> tuple[float, float, float, list[dict[str, Tensor]]]:
-        stages: Any = self.replicas[piece.replica]
-        for p in stages.parameters():
-            p.grad = None
+        self, weights: Sequence[Weights], piece: Piece, unit: float, sums: Sums | None = None
+    ) -> tuple[float, float, float]:
         # With graphs where the run has them: a loss may differentiate.
         with torch.set_grad_enabled(self.options.training):
             mean, count = self._forward(weights, piece)
         weight = torch.full_like(mean.detach(), count / unit)
-        if gradients and mean.requires_grad:
+        if sums is not None and mean.requires_grad:
+            stages: Any = self.replicas[piece.replica]
+            named = [dict(stage.named_parameters()) for stage in stages]
+            for of_stage, total in zip(named, sums, strict=True):
+                for name, p in of_stage.items():
+                    # What is there, autograd adds to in place. Of what counts nothing the mean may
+                    # be nan: it is not added.
+                    p.grad = total.get(name) if count else None
             with DRAWING:  # layers under torch.utils.checkpoint draw again
                 # Not torch.autograd.grad, which they refuse.
                 mean.backward(weight)
-        # Of what counts nothing, zeros, whatever its mean is; the optimizer steps with them.
-        found = [
-            {
-                name: (p.grad if count else torch.zeros_like(p.grad)).to_dense()
-                for name, p in stage.named_parameters()
-                if p.grad is not None
-            }
-            for stage in stages
-        ]
-        return float(mean.detach()), count, float(weight), found
+            for of_stage, total in zip(named, sums, strict=True):
+                for name, p in of_stage.items():
+                    if p.grad is not None and (count or name not in total):
+                        # The optimizer steps with zeros.
+                        total[name] = (p.grad if count else torch.zeros_like(p.grad)).to_dense()
+                    p.grad = None
+        return float(mean.detach()), count, float(weight)
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
         with _Narrowing() as narrowing:
-            self.compute(weights, piece, 1.0, gradients=self.options.training)
+            self.compute(weights, piece, 1.0, [{} for _ in weights])
         return max((torch.finfo(dtype).eps for dtype in narrowing.found), default=0.0)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:

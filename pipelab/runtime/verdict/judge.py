@@ -59,9 +59,10 @@ def judge(
     first, stream = next(pieces_from(seed)), pieces_from(seed)
     # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)
-    trial = Trial(result, own, truth, first, tolerance)
+    memory = own.remembers([first])
+    trial = Trial(result, own, truth, first, tolerance, memory)
     whole = _may_be_whole(table, rule, len(reading[0])) and not divided
-    whole = whole and not drawing and not own.remembers([first])
+    whole = whole and not drawing and not memory
     # A layer may insist on a micro-batch's size.
     if whole and (by_microbatches or not truth.takes([_undivided(batches, reading, 0)])):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False

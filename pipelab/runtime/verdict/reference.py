@@ -17,6 +17,7 @@ from pipelab.runtime.verdict.views import AT_ONCE, Lazy, library, on_host, wide
 Arrays = dict[str, Lazy]  # by "NAME of stage S"
 Losses = list[tuple[float, float]]  # (mean, count)
 Weights = Mapping[str, Any]  # a stage's, by name
+Sums = list[dict[str, Any]]  # of gradients, by stage and name
 
 
 class Piece(NamedTuple):
@@ -85,12 +86,13 @@ class Arithmetic(Protocol):
     at_once: int = AT_ONCE
 
     def compute(
-        self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
-    ) -> tuple[float, float, float, Sequence[Weights]]:
-        """The stages with these weights, the loss, and if wanted the gradients.
+        self, weights: Sequence[Weights], piece: Piece, unit: float, sums: Sums | None = None
+    ) -> tuple[float, float, float]:
+        """The stages with these weights, and the loss.
 
-        Returns the mean, how many it is the mean of (count), count / unit as the loss's type has
-        it, and the gradients of mean x that, without the weights that the loss does not depend on.
+        Returns the mean, how many it is the mean of (count), and count / unit as the loss's type
+        has it. The gradients of mean x that are added to `sums`, by stage and name, but for the
+        weights that the loss does not depend on; zeros of what counts nothing.
         """
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
@@ -152,14 +154,13 @@ class Reference:
     def losses(self, pieces: Sequence[Piece], jitter: Jitter | None = None) -> Losses:
         """The forwards alone: (mean loss, count) of every piece."""
         with self._given(pieces, jitter) as given:
-            compute = self.arithmetic.compute
-            return [compute(weights, piece, 1.0, gradients=False)[:2] for weights, piece in given]
+            return [self.arithmetic.compute(*each, unit=1.0)[:2] for each in given]
 
     def left(self, pieces: Sequence[Piece], jitter: Jitter) -> Arrays:
         """The buffers that the forwards would leave."""
         with self._given(pieces, jitter) as given:
             for weights, piece in given:
-                self.arithmetic.compute(weights, piece, 1.0, gradients=False)
+                self.arithmetic.compute(weights, piece, 1.0)
             return self.arrays(self.arithmetic.buffers())
 
     def gradients(
@@ -176,15 +177,12 @@ class Reference:
         samples = samples_of((first.x, first.y), compute.trees)
         unit = 2.0 ** (samples.bit_length() - 1)
         losses, counted = [], 0.0
-        sums: list[dict[str, Any]] = [{} for _ in self.history]
+        sums: Sums = [{} for _ in self.history]
         with self._given(pieces, jitter) as given:
             for weights, piece in given:
-                mean, count, weight, gradients = compute.compute(weights, piece, unit, True)
+                mean, count, weight = compute.compute(weights, piece, unit, sums)
                 losses.append((mean, count))
                 counted += weight
-                for total, of_stage in zip(sums, gradients, strict=True):
-                    for name, g in of_stage.items():
-                        total[name] = total[name] + g if name in total else g
         # A weight that no forward has used has no gradient: optimizers leave it alone, and so does
         # `step`. It is compared as zeros.
         self._used = [set(total) for total in sums]

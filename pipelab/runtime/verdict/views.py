@@ -342,6 +342,14 @@ def distance(a: Any, b: Any, unset: Any = False) -> Any:
     return xp.where(xp.isnan(gap), inf, gap)
 
 
+def agree(a: Lazy, b: Lazy, eps: float) -> bool:
+    """Whether they differ by the rounding of one number, at most, in every element."""
+    return a.shape == b.shape and all(
+        bool((abs(a.read(rows) - there) <= eps * abs(there)).all())
+        for rows, there in zip(b.rows(), b.parts(), strict=True)
+    )
+
+
 def change(after: Any, before: Any) -> Any:
     """after - before; 0 where both are the same infinity or nan. Of whole numbers, `after`."""
     if is_whole(after):
