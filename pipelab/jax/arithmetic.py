@@ -120,9 +120,7 @@ class JaxArithmetic(reference.Arithmetic):
         return wide(array)
 
     def off(self, array: Any, size: float, seed: int) -> np.ndarray:
-        array = wide(array)
-        errors = np.random.default_rng(seed).uniform(-size, size, array.shape)
-        return array + np.where(np.isfinite(array), array, 0) * errors
+        return off_by(wide(array), size, np.random.default_rng(seed))
 
     # ---- pieces of it
 
@@ -201,8 +199,14 @@ def _dtype(atom: Any) -> Any:
     return getattr(atom.aval, "dtype", np.dtype(bool))
 
 
+def off_by(array: Any, eps: float, random: np.random.Generator) -> Any:
+    """An array whose finite numbers are each off by up to an eps of itself."""
+    errors = eps * random.uniform(-1, 1, array.shape)
+    return array + np.where(np.isfinite(array), array, 0) * errors
+
+
 def off_by_rounding(leaf: Any, eps: float, random: np.random.Generator) -> Any:
     """An array whose finite floating numbers are each off by up to an eps of itself."""
     if not _inexact(leaf.dtype):
         return leaf
-    return reference.off_by(np.asarray(leaf), eps, random).astype(leaf.dtype)
+    return off_by(np.asarray(leaf), eps, random).astype(leaf.dtype)

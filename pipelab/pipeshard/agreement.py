@@ -29,7 +29,8 @@ from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.call import Call
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, traced
-from pipelab.runtime.verdict.certificate import Check, Comparison, distance, opinions
+from pipelab.runtime.verdict.certificate import Check, Comparison, opinions
+from pipelab.runtime.verdict.views import distance
 
 WHOLE = "flush: the same step on one device, the batch undivided"
 DRAWN = WHOLE + ", with the random numbers that its micro-batches draw"

@@ -48,6 +48,7 @@ class TorchArithmetic(reference.Arithmetic):
     ) -> None:
         self.options, self.device, self.wide = options, torch.device(device), wide
         self.start = start
+        self.at_once = AT_ONCE if self.device.type == "cpu" else 2**24  # launches cost more there
         # [1] the modules, and what they compute in
         self.replicas = nn.ModuleList(copies_of(stages) for _ in range(options.replicas))
         self.replicas.to(self.device)
@@ -157,10 +158,6 @@ class TorchArithmetic(reference.Arithmetic):
             for name, p in self.stages[stage].named_parameters()
         }
 
-    @property
-    def at_once(self) -> int:
-        return AT_ONCE if self.device.type == "cpu" else 2**24  # a GPU's launches cost more
-
     def dense(self, array: Tensor) -> Tensor:
         return array.detach().to_dense()
 
@@ -175,8 +172,8 @@ class TorchArithmetic(reference.Arithmetic):
     def off(self, array: Tensor, size: float, seed: int) -> Tensor:
         array = _widen(array.to(self.device))
         random = torch.Generator(self.device).manual_seed(seed)
-        kind = {"dtype": torch.float64, "device": self.device, "generator": random}
-        errors = torch.rand(array.shape, **kind).mul_(2 * size).sub_(size)
+        errors = torch.empty(array.shape, dtype=torch.float64, device=self.device)
+        errors.uniform_(-size, size, generator=random)
         return array + errors.mul_(torch.where(torch.isfinite(array), array, 0.0))
 
     # ---- what modules remember

@@ -1,6 +1,7 @@
 """Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice, product
 from typing import Any
@@ -58,13 +59,13 @@ def judge(
     drawing = seed is not None and (draws or own.draws(next(pieces_from(seed))))
     first, stream = next(pieces_from(seed)), pieces_from(seed)
     # [2] two references: as precise as can be, and as the run computes
-    truth = _most_precise(own, reference, quick, first)
+    truth, narrowed = _most_precise(reference, quick, first)
     memory = own.remembers([first])
-    trial = Trial(result, own, truth, first, tolerance, memory)
+    trial = Trial(result, own, truth, narrowed, segment.done.updates, first, tolerance, memory)
     whole = _may_be_whole(table, rule, len(reading[0])) and not divided
     whole = whole and not drawing and not memory
     # A layer may insist on a micro-batch's size.
-    if whole and (by_microbatches or not truth.takes([_undivided(batches, reading, 0)])):
+    if whole and (by_microbatches or not own.takes([_undivided(batches, reading, 0)])):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
     # [3] update by update, each from the run's own weights before it
     for i in range(table.updates if table.training else table.batches):
@@ -127,14 +128,15 @@ def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:
 
 
 def _most_precise(
-    own: Reference, reference: Callable[[bool], Reference], quick: bool, first: Piece
-) -> Reference:
-    """The truth: in float64, unless some layer computes in one precision only."""
+    reference: Callable[[bool], Reference], quick: bool, first: Piece
+) -> tuple[Reference, float]:
+    """The truth: in float64, unless some layer computes in one precision only; see `narrowed`."""
     if not quick:
         wide = reference(True)
-        if wide.takes([first]):
-            return wide
-    return reference(False)  # the verdict says in what precision it was reached
+        with suppress(Exception):
+            return wide, wide.narrowed([first])
+    single = reference(False)  # the verdict says in what precision it was reached
+    return single, single.narrowed([first])
 
 
 def _pieces(

@@ -149,6 +149,7 @@ class Reference:
         self.arithmetic, self.options, self.shared_clip = arithmetic, options, shared_clip
         self.history = arithmetic.history
         self._before = arithmetic.remembered()  # the latest gradient or loss without a jitter
+        self._copied: tuple[tuple[int, ...], list[Weights]] = (), []  # versions, and copies of them
         self._used: list[set[str]] = []  # by stage, the weights that had a gradient in it
 
     def losses(self, pieces: Sequence[Piece], jitter: Jitter | None = None) -> Losses:
@@ -230,10 +231,10 @@ class Reference:
     # ---- what is asked before and after
 
     def takes(self, pieces: Sequence[Piece]) -> bool:
-        """Whether the model takes such data: a layer may insist on a precision or a size."""
+        """Whether the model takes such data: a layer may insist on a size."""
         try:
             # A jitter of nothing computes the same, and puts back what modules remember.
-            (self.gradients if self.options.training else self.losses)(pieces, Jitter(1, 0.0))
+            self.losses(pieces, Jitter(1, 0.0))
             return True
         except Exception:
             return False
@@ -289,6 +290,7 @@ class Reference:
         """
         # With a jitter the memory goes back to where the first opinion started, and forward again.
         now = self.arithmetic.remembered()
+        self._copied = (), []
         if not jitter:
             self._before = now
         else:
@@ -297,6 +299,7 @@ class Reference:
             # One after another: jittered weights are copies, and one piece's are there at a time.
             yield ((self._weights(piece, jitter, k), piece) for k, piece in enumerate(pieces))
         finally:
+            self._copied = (), []
             if jitter:
                 now.restore()
 

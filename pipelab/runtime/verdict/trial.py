@@ -1,6 +1,6 @@
 """A run beside its references, update by update: what is compared with what."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -20,6 +20,7 @@ from pipelab.runtime.verdict.views import (
     Views,
     agree,
     change,
+    equal,
     library,
     rounding,
 )
@@ -35,14 +36,14 @@ class Trial:
 
     own    the reference in the run's precision
     truth  the reference, as precise as can be
-    found  what has been compared so far; `counted`: the losses that have
+    found  what has been compared so far, from update `first` on; `counted`: the losses that have
     narrowed  the eps of the coarsest type that the truth, or else our own, rounds to inside: 0 if
               the truth computes in float64 throughout
     unset  where buffers were nan before the first forward
     memory whether forwards change what modules remember, so that the truth makes them all
 
-    In the first update all is held against the truth. Later on what agrees with our own computing
-    to the last digit needs none: it is no further from the truth than that, which is the noise.
+    What agrees with our own computing to the last digit is no further from the truth than that,
+    which is the noise: it needs no truth. In the first update our own is held against it, too.
     """
 
     def __init__(
@@ -50,12 +51,15 @@ class Trial:
         result: Run,
         own: Reference,
         truth: Reference,
+        narrowed: float,
+        t: int,
         first: Piece,
         tolerance: float | None,
         memory: bool,
     ) -> None:
         self.result, self.own, self.truth, self.memory = result, own, truth, memory
-        self.found, self.narrowed = Comparison(tolerance), truth.narrowed([first])
+        self.found, self.narrowed = Comparison(tolerance), narrowed
+        self.first = t
         self.counted: Losses = []
         self.unset = {name: np.isnan(of.whole()) for name, of in own.state()[1].items()}
         if own.arithmetic.start:  # did the reference load all that the checkpoint holds?
@@ -83,49 +87,66 @@ class Trial:
         two     then some of the pieces, and the same undivided
         """
         own, compute = self.own, self.own.arithmetic
-        if two and t == 0 and not self.narrowed:
-            self._compare_cut(two)
         own_losses, own_gradients = own.gradients(pieces)
         run = own.arrays([step.gradients for step in steps])
-        if self.counted and not self.memory and self._agree(run, own_gradients, own_losses):
-            self._count(own_losses)
-            return
+        first, some = not self.counted, two if not self.narrowed else None
+        if not self.memory and self._agree(run, own_gradients, own_losses):
+            if some and first:
+                self._compare_some(t, *some)
+            if some or not first:
+                self._count(own_losses)
+                return
+        if some and t == 0:
+            self._compare_cut(*some)
         losses, gradients = self.truth.gradients(exact)
         again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
         for name, expected in gradients.items():
-            eps = compute.eps[name]
-            visible = self.found.add(
-                f"the gradient of {name} in update {t}",
-                run[name],
-                expected,
-                rounding(eps),
-                own_gradients[name],
-                # A second opinion is off by the coarsest rounding that there is anywhere inside.
-                again(name, max(eps, self.narrowed, compute.mixed)),
-            )
-            self.found.visible[0].extend([] if visible is None else [visible])
+            # A second opinion is off by the coarsest rounding that there is anywhere inside.
+            opinion = again(name, max(compute.eps[name], self.narrowed, compute.mixed))
+            self._compare_gradient(t, name, run[name], expected, own_gradients[name], opinion)
         if two and self.narrowed:
             self._compare_narrowed_cut(gradients, own_gradients, pieces)
         self.compare_losses(pieces, own_losses, losses)
 
-    def _compare_cut(self, two: Two) -> None:
-        """The gradient of some micro-batches, and of the same samples undivided.
+    def _compare_gradient(
+        self, t: int, name: str, run: Lazy, truth: Lazy, own: Lazy, again: Iterable[Lazy] = ()
+    ) -> None:
+        label, floor = (
+            f"the gradient of {name} in update {t}",
+            rounding(self.own.arithmetic.eps[name]),
+        )
+        visible = self.found.add(label, run, truth, floor, own, again)
+        self.found.visible[0].extend([] if visible is None else [visible])
+
+    def _compare_some(self, t: int, pieces: Sequence[Piece], undivided: Piece) -> None:
+        """Our own gradient of some micro-batches, with which the run agrees, beside the truth.
+
+        That shows what could have been seen, and whether the batch may be cut.
+        """
+        _, gradients = self.own.gradients(pieces)
+        for name, expected in self._compare_cut(pieces, undivided).items():
+            self._compare_gradient(t, name, gradients[name], expected, gradients[name])
+
+    def _compare_cut(self, pieces: Sequence[Piece], undivided: Piece) -> Arrays:
+        """The gradient of some micro-batches, and of the same samples undivided; returns that.
 
         If they differ in float64, the loss depends on how the batch is cut. Our own computing,
-        which cuts it, is then off by that, and so may any run be. This shows in every tensor of the
-        first update; the losses show it in all. A jitter leaves no trace in the buffers.
+        which cuts it, is then off by that, and so may any run be. A jitter leaves no trace in the
+        buffers.
         """
-        pieces, undivided = two
 
-        def gradients(of: Sequence[Piece], draw: int, size: float) -> Arrays:
-            return self.truth.gradients(of, Jitter(draw, size))[1]
+        def computed(of: Sequence[Piece], size: float = 0.0, draw: int = 1) -> Any:
+            return self.truth.gradients(of, Jitter(draw, size))
 
-        exact = gradients(pieces, 1, 0.0)
+        (losses, exact), ((loss, count), *_), whole = computed(pieces), *computed([undivided])
         # Second opinions: first how far its own rounding leads.
-        near = opinions(lambda draw: gradients(pieces, draw, EPS_64 if draw == 1 else EPS_32))
-        for name, gradient in gradients([undivided], 1, 0.0).items():
+        near = opinions(lambda draw: computed(pieces, EPS_64 if draw == 1 else EPS_32, draw)[1])
+        for name, gradient in whole.items():
             label, floor = f"{CUT} of {name} {IS_IT_A_MEAN}", _share_of_it(EPS_32)
             self.found.add(label, gradient, exact[name], floor, None, near(name), whole=True)
+        if count:
+            self._compare_cut_loss(loss, losses, pieces)
+        return whole
 
     def _compare_narrowed_cut(self, whole: Arrays, cut_up: Arrays, pieces: Sequence[Piece]) -> None:
         """The same of the batch, where a layer computes in bfloat16, say, whatever it is given.
@@ -157,7 +178,9 @@ class Trial:
         """
         first, own = len(self.counted), self.own
         if len(exact) < len(pieces):
-            exact = self._compare_cut_loss(pieces, exact[0])
+            (whole, count), exact = exact[0], self.truth.losses(pieces)
+            if not self.narrowed and count:
+                self._compare_cut_loss(whole, exact, pieces)
         size = max(own.arithmetic.coarsest, self.narrowed)
         again = opinions(lambda draw: [mean for mean, _ in own.losses(pieces, Jitter(draw, size))])
         reported = self._reported(len(pieces))
@@ -177,7 +200,7 @@ class Trial:
         self.counted += [(mean, count) for mean, (_, count) in zip(reported, losses, strict=True)]
 
     def _agree(self, run: Arrays, own: Arrays, losses: Losses) -> bool:
-        """Whether the run's losses and gradients are our own, but for the rounding of one number."""
+        """Whether the run's losses and gradients are our own, but for rounding a number once."""
         compute = self.own.arithmetic
         pairs = zip(self._reported(len(losses)), losses, strict=True)
         return all(
@@ -185,16 +208,12 @@ class Trial:
             for got, (mean, count) in pairs
         ) and all(agree(run[name], own[name], compute.eps[name]) for name in own)
 
-    def _compare_cut_loss(self, pieces: Sequence[Piece], batch: tuple[float, float]) -> Losses:
-        """The batch's loss, whole and in micro-batches; returns these as the truth has them."""
-        truth = self.truth
-        exact = truth.losses(pieces)
-        if not self.narrowed and batch[1]:
-            (mean,) = mean_losses(exact, 1)
-            again = opinions(lambda d: mean_losses(truth.losses(pieces, Jitter(d, EPS_32)), 1))
-            label = f"the undivided batch's loss {IS_IT_A_MEAN}"
-            self.found.add(label, batch[0], mean, EPS_32 * abs(mean), None, again(0), whole=True)
-        return exact
+    def _compare_cut_loss(self, whole: float, exact: Losses, pieces: Sequence[Piece]) -> None:
+        """The loss of a batch, or some of its micro-batches: as a whole, and theirs together."""
+        (mean,), truth = mean_losses(exact, 1), self.truth
+        again = opinions(lambda d: mean_losses(truth.losses(pieces, Jitter(d, EPS_32)), 1))
+        label = f"the undivided batch's loss {IS_IT_A_MEAN}"
+        self.found.add(label, whole, mean, EPS_32 * abs(mean), None, again(0), whole=True)
 
     def compare_step(self, t: int, steps: Sequence[Step]) -> None:
         """The optimizer's step from the run's own gradient, in the run's own precision.
@@ -209,6 +228,8 @@ class Trial:
         gradients = own.arrays([step.gradients for step in steps])
         run = own.arrays([step.weights for step in steps])
         for name, expected in after.items():
+            if t > self.first and equal(run[name], expected):
+                continue  # no more than the first update's could be said of it
             floor = _of_step(own.arithmetic.eps.get(name, 0.0), expected, gradients.get(name))
             label = f"weight {name} after update {t}"
             steps_of = _changed(run[name], before[name]), _changed(expected, before[name])

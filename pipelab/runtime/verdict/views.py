@@ -195,7 +195,7 @@ class Views:
         usual = None
         if self.by_element:
             found = [self._groups_of(scale, at) for at in sampled]
-            count, squares = (sum(of) for of in zip(*found, strict=True))
+            count, squares = (np.sum(of, 0) for of in zip(*found, strict=True))
             usual = scale * np.sqrt(squares / np.maximum(count, 1))
             usual[0] = scale * np.sqrt(squares.sum() / max(count.sum(), 1))  # where it is zero
         largest, total, ratio, hidden = [0.0] * 3, [0.0] * 3, 0.0, 0
@@ -347,6 +347,13 @@ def agree(a: Lazy, b: Lazy, eps: float) -> bool:
     return a.shape == b.shape and all(
         bool((abs(a.read(rows) - there) <= eps * abs(there)).all())
         for rows, there in zip(b.rows(), b.parts(), strict=True)
+    )
+
+
+def equal(a: Lazy, b: Lazy) -> bool:
+    """Whether they are equal to the last bit; nan is not."""
+    return a.shape == b.shape and all(
+        bool((a.read(rows) == there).all()) for rows, there in zip(b.rows(), b.parts(), strict=True)
     )
 
 
