@@ -89,7 +89,8 @@ class JaxArithmetic(reference.Arithmetic):
         with self._active():
             found, (mean, count, weight) = function(*self._arguments(weights, piece), unit)
         self.eps_of_loss = float(jnp.finfo(mean.dtype).eps)
-        for of_stage, total in zip(map(named, found), sums or (), strict=False):
+        gradients = [] if sums is None else list(map(named, found))
+        for total, of_stage in zip(sums or [], gradients, strict=True):
             for name, g in of_stage.items():
                 own = g if count else np.zeros_like(g)  # whatever its mean is
                 total[name] = total[name] + own if name in total else own

@@ -186,7 +186,8 @@ class Reference:
                 counted += weight
         # A weight that no forward has used has no gradient: optimizers leave it alone, and so does
         # `step`. It is compared as zeros.
-        self._used = [set(total) for total in sums]
+        if not jitter:
+            self._used = [set(total) for total in sums]
         # [2] means, by the names that the verdict uses
         means: Arrays = {}
         for s, (names, total) in enumerate(zip(compute.trained, sums, strict=True)):

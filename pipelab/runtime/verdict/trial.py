@@ -123,7 +123,7 @@ class Trial:
 
         That shows what could have been seen, and whether the batch may be cut.
         """
-        _, gradients = self.own.gradients(pieces)
+        _, gradients = self.own.gradients(pieces, Jitter(1, 0.0))
         for name, expected in self._compare_cut(pieces, undivided).items():
             self._compare_gradient(t, name, gradients[name], expected, gradients[name])
 
@@ -135,12 +135,12 @@ class Trial:
         buffers.
         """
 
-        def computed(of: Sequence[Piece], size: float = 0.0, draw: int = 1) -> Any:
-            return self.truth.gradients(of, Jitter(draw, size))
-
-        (losses, exact), ((loss, count), *_), whole = computed(pieces), *computed([undivided])
+        truth = self.truth
+        losses, exact = truth.gradients(pieces, Jitter(1, 0.0))
+        [(loss, count)], whole = truth.gradients([undivided], Jitter(1, 0.0))
         # Second opinions: first how far its own rounding leads.
-        near = opinions(lambda draw: computed(pieces, EPS_64 if draw == 1 else EPS_32, draw)[1])
+        sizes = {1: EPS_64}
+        near = opinions(lambda d: truth.gradients(pieces, Jitter(d, sizes.get(d, EPS_32)))[1])
         for name, gradient in whole.items():
             label, floor = f"{CUT} of {name} {IS_IT_A_MEAN}", _share_of_it(EPS_32)
             self.found.add(label, gradient, exact[name], floor, None, near(name), whole=True)
