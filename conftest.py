@@ -11,6 +11,7 @@ import pytest
 collect_ignore = ["notebooks/scripts", "pipelab/peers/scripts"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONHASHSEED", "0")
+os.environ.setdefault("TQDM_DISABLE", "1")  # a bar in a lecture would be an output of its own
 # A shell script's background jobs ignore Ctrl-C, and so would the tests' own processes.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)

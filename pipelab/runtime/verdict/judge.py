@@ -1,9 +1,11 @@
 """Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain, islice, product
+from types import SimpleNamespace
 from typing import Any
 
 from pipelab.runtime.batches import Trees, cut_batch, samples_from, samples_of
@@ -68,23 +70,36 @@ def judge(
     if whole and (by_microbatches or not own.takes([_undivided(batches, reading, 0)])):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
     # [3] update by update, each from the run's own weights before it
-    for i in range(table.updates if table.training else table.batches):
-        pieces = list(islice(stream, len(reading[i])))
-        exact = [_undivided(batches, reading, i)] if whole else pieces
-        two = _some(pieces, batches[i], own.arithmetic.trees) if whole else None
-        if not table.training:
-            trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
-            continue
-        t, steps = segment.done.updates + i, [of_stage[i] for of_stage in replica_steps[0]]
-        trial.compare_update(t, steps, pieces, exact, two)
-        trial.compare_step(t, steps)
-        if i == table.updates - 1:
-            trial.compare_buffers(pieces)
-        trial.go_on(t + 1, steps, reading[i + 1 :])
+    updates = table.updates if table.training else table.batches
+    with _bar(2 * sum(map(len, reading[:updates]))) as bar:
+        own.tick = bar.update
+        for i in range(updates):
+            pieces = list(islice(stream, len(reading[i])))
+            exact = [_undivided(batches, reading, i)] if whole else pieces
+            two = _some(pieces, batches[i], own.arithmetic.trees) if whole else None
+            if not table.training:
+                trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
+            else:
+                t, steps = segment.done.updates + i, [of_stage[i] for of_stage in replica_steps[0]]
+                trial.compare_update(t, steps, pieces, exact, two)
+                trial.compare_step(t, steps)
+                if i == table.updates - 1:
+                    trial.compare_buffers(pieces)
+                trial.go_on(t + 1, steps, reading[i + 1 :])
+            bar.update(len(pieces))
     # [4] what the run gives back
     trial.compare_results(replica_steps, saved)
     _check_draws(own, drawing)
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
+
+
+def _bar(total: int) -> Any:
+    """Shows the time left of a check that takes longer than three seconds, to whoever looks."""
+    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        return nullcontext(SimpleNamespace(update=lambda steps=1: None))
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="check", unit="step", delay=3, leave=False, miniters=1)
 
 
 def _check_draws(own: Reference, drawing: bool) -> None:

@@ -4,7 +4,7 @@ One algorithm for every library, whose `Arithmetic` is passed in. It shares no c
 the stages or the schedule's versions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -143,11 +143,13 @@ class Reference:
 
     history      [stage][version], its weights
     shared_clip  whether `clip` is the norm over all stages, and not that of each
+    tick         is called after every piece that is not a second opinion
     """
 
     def __init__(self, arithmetic: Arithmetic, options: Options, *, shared_clip: bool) -> None:
         self.arithmetic, self.options, self.shared_clip = arithmetic, options, shared_clip
         self.history = arithmetic.history
+        self.tick: Callable[[], object] = lambda: None
         self._before = arithmetic.remembered()  # the latest gradient or loss without a jitter
         self._copied: tuple[tuple[int, ...], list[Weights]] = (), []  # versions, and copies of them
         self._used: list[set[str]] = []  # by stage, the weights that had a gradient in it
@@ -155,7 +157,13 @@ class Reference:
     def losses(self, pieces: Sequence[Piece], jitter: Jitter | None = None) -> Losses:
         """The forwards alone: (mean loss, count) of every piece."""
         with self._given(pieces, jitter) as given:
-            return [self.arithmetic.compute(*each, unit=1.0)[:2] for each in given]
+            return [self._computed(jitter, *each, 1.0)[:2] for each in given]
+
+    def _computed(self, jitter: Jitter | None, *arguments: Any) -> tuple[float, float, float]:
+        found = self.arithmetic.compute(*arguments)
+        if not jitter:
+            self.tick()
+        return found
 
     def left(self, pieces: Sequence[Piece], jitter: Jitter) -> Arrays:
         """The buffers that the forwards would leave."""
@@ -181,7 +189,7 @@ class Reference:
         sums: Sums = [{} for _ in self.history]
         with self._given(pieces, jitter) as given:
             for weights, piece in given:
-                mean, count, weight = compute.compute(weights, piece, unit, sums)
+                mean, count, weight = self._computed(jitter, weights, piece, unit, sums)
                 losses.append((mean, count))
                 counted += weight
         # A weight that no forward has used has no gradient: optimizers leave it alone, and so does
