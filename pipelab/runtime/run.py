@@ -85,9 +85,9 @@ def run(
     finite     whether a loss that is nan or inf ends the run
     pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a
                machine with few cores
-    check      compare every loss, gradient and weight with a reference on one device, in float64;
-               that takes three to four times as long as the training itself on one device. "quick":
-               with one in the run's own precision. False: not at all
+    check      compare every loss, gradient and weight with a reference on one device, in the run's
+               precision, and in float64 in the first update and wherever the two differ in more
+               than the last digit. "quick": in the run's precision alone. False: not at all
     reference  what it computes at once where the update rule allows it: whole "batches", as on one
                device, or "microbatches", as the run does. That is for a loss or a stage that
                couples samples on purpose (load balancing, a batch norm of one's own): it trains
