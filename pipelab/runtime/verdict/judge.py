@@ -62,10 +62,10 @@ def judge(
     first, stream = next(pieces_from(seed)), pieces_from(seed)
     # [2] two references: as precise as can be, and as the run computes
     truth, narrowed = _most_precise(reference, quick, first)
-    memory = own.remembers([first])
-    trial = Trial(result, own, truth, narrowed, segment.done.updates, first, tolerance, memory)
+    truth.traces = own.leaves_traces(first)
+    trial = Trial(result, own, truth, narrowed, segment.done.updates, first, tolerance)
     whole = _may_be_whole(table, rule, len(reading[0])) and not divided
-    whole = whole and not drawing and not memory
+    whole = whole and not drawing and not own.traces
     # A layer may insist on a micro-batch's size.
     if whole and (by_microbatches or not own.takes([_undivided(batches, reading, 0)])):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False

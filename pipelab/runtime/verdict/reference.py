@@ -12,7 +12,7 @@ import numpy as np
 
 from pipelab.runtime.batches import Trees, samples_of
 from pipelab.runtime.options import Options
-from pipelab.runtime.verdict.views import AT_ONCE, Lazy, library, on_host, wide
+from pipelab.runtime.verdict.views import AT_ONCE, Lazy, equal, library, on_host, wide
 
 Arrays = dict[str, Lazy]  # by "NAME of stage S"
 Losses = list[tuple[float, float]]  # (mean, count)
@@ -144,12 +144,14 @@ class Reference:
     history      [stage][version], its weights
     shared_clip  whether `clip` is the norm over all stages, and not that of each
     tick         is called after every piece that is not a second opinion
+    traces       whether forwards may change weights, or what modules remember
     """
 
     def __init__(self, arithmetic: Arithmetic, options: Options, *, shared_clip: bool) -> None:
         self.arithmetic, self.options, self.shared_clip = arithmetic, options, shared_clip
         self.history = arithmetic.history
         self.tick: Callable[[], object] = lambda: None
+        self.traces = True
         self._before = arithmetic.remembered()  # the latest gradient or loss without a jitter
         self._copied: tuple[tuple[int, ...], list[Weights]] = (), []  # versions, and copies of them
         self._used: list[set[str]] = []  # by stage, the weights that had a gradient in it
@@ -260,13 +262,24 @@ class Reference:
         with self._given(pieces, Jitter(1, 0.0)) as given:
             return max([coarsest, *(compute.narrowed(weights, piece) for weights, piece in given)])
 
-    def remembers(self, pieces: Sequence[Piece]) -> bool:
-        """Whether forwards change what modules remember, such as running statistics or a count."""
+    def leaves_traces(self, piece: Piece) -> bool:
+        """Whether a forward changes weights, or what modules remember, such as a running mean."""
         before = self.arithmetic.remembered()
-        self.losses(pieces)
-        changed = before.differs()
+        weights = self._of(piece)
+        copies = [self.arithmetic.place(s, of_stage) for s, of_stage in enumerate(weights)]
+        self.arithmetic.compute(copies, piece, 1.0)
+        same = (
+            equal(self._lazy(of_stage[name]), self._lazy(copied[name]))
+            for of_stage, copied in zip(weights, copies, strict=True)
+            for name in copied
+        )
+        self.traces = before.differs() or not all(same)
         before.restore()
-        return changed
+        return self.traces
+
+    def _of(self, piece: Piece) -> list[Weights]:
+        # Versions are chosen here and nowhere else: by the rule, not by the run.
+        return [history[v] for history, v in zip(self.history, piece.reads, strict=True)]
 
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         """Gradients or weights of all stages."""
@@ -317,9 +330,8 @@ class Reference:
 
         Frozen weights are exact: they may be numbers of rows or of a range.
         """
-        # Versions are chosen here and nowhere else: by the rule, not by the run.
-        given = [history[v] for history, v in zip(self.history, piece.reads, strict=True)]
-        if not jitter:
+        given = self._of(piece)
+        if not (jitter and (jitter.size or self.traces)):
             return given
         compute, off = self.arithmetic, []
         if not jitter.size:

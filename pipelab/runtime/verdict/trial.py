@@ -40,7 +40,6 @@ class Trial:
     narrowed  the eps of the coarsest type that the truth, or else our own, rounds to inside: 0 if
               the truth computes in float64 throughout
     unset  where buffers were nan before the first forward
-    memory whether forwards change what modules remember, so that the truth makes them all
 
     What agrees with our own computing to the last digit is no further from the truth than that,
     which is the noise: it needs no truth. In the first update our own is held against it, too.
@@ -55,9 +54,8 @@ class Trial:
         t: int,
         first: Piece,
         tolerance: float | None,
-        memory: bool,
     ) -> None:
-        self.result, self.own, self.truth, self.memory = result, own, truth, memory
+        self.result, self.own, self.truth = result, own, truth
         self.found, self.narrowed = Comparison(tolerance), narrowed
         self.first = t
         self.counted: Losses = []
@@ -90,12 +88,14 @@ class Trial:
         own_losses, own_gradients = own.gradients(pieces)
         run = own.arrays([step.gradients for step in steps])
         first, some = not self.counted, two if not self.narrowed else None
-        if not self.memory and self._agree(run, own_gradients, own_losses):
+        # Where forwards leave traces, the truth has to make them all.
+        agrees = not own.traces and self._agree(run, own_gradients, own_losses)
+        if agrees and (some or not first):
+            del run, own_gradients  # there is room for the truth then
             if some and first:
                 self._compare_some(t, *some)
-            if some or not first:
-                self._count(own_losses)
-                return
+            self._count(own_losses)
+            return
         if some and t == 0:
             self._compare_cut(*some)
         losses, gradients = self.truth.gradients(exact)
