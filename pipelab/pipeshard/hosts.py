@@ -24,6 +24,7 @@ class Hosts(Distributed):
     def __init__(self, timeout: float) -> None:
         super().__init__((), timeout, "pipeshard")
         self._end_of_step: Any = None  # of the program that the wire is for
+        self.agreed: set[Any] = set()  # programs that all have run
 
     def __enter__(self) -> "Hosts":
         super().__enter__()

@@ -20,7 +20,7 @@ from pipelab.pipeshard.arrays import NO_MESH, PipeshardError, settings
 from pipelab.pipeshard.call import Call, run_call
 from pipelab.pipeshard.hosts import Hosts
 from pipelab.pipeshard.method import Pipeshard, Plan
-from pipelab.pipeshard.program import Program
+from pipelab.pipeshard.program import Program, program_of
 from pipelab.pipeshard.tracing import Arguments, flatten
 from pipelab.predict.memory import Memory
 from pipelab.predict.timeline import Timeline
@@ -294,7 +294,7 @@ class Parallelized:
         """Compiled at the first call for arguments of these shapes, under these settings of jax."""
         key = (arguments.tree, *arguments.shapes(arguments.samples), settings())
         if key not in self._programs:
-            self._programs[key] = Program(
+            self._programs[key] = program_of(
                 self.train_step, self.method, arguments, self.donate_argnums, self._connect
             )
         return self._programs[key]

@@ -1,22 +1,25 @@
-"""A train step for arguments of certain shapes: traced, cut and compiled once, then run at will."""
+"""A train step for arguments of certain shapes: traced, divided, placed and compiled.
+
+Each of the four has what the one before it has, and more. None of it changes.
+"""
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
 from jax.extend.core import Var
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from pipelab.jax.host import digest, of_program, of_trees
-from pipelab.jax.jaxpr import spec_of, variables
+from pipelab.jax.jaxpr import Graph, spec_of, variables
 from pipelab.pipeshard.arrays import PipeshardError, bytes_of, on_mesh, shape_of
 from pipelab.pipeshard.batch.draws import draw_own, redraw
-from pipelab.pipeshard.batch.microbatches import combinations, gradient_of
+from pipelab.pipeshard.batch.microbatches import Combine, combinations, gradient_of
 from pipelab.pipeshard.compiled import CompiledStage
-from pipelab.pipeshard.cut import count_layers, cut, mark
+from pipelab.pipeshard.cut import StageGraph, count_layers, cut, mark
 from pipelab.pipeshard.end_of_step import EndOfStep
 from pipelab.pipeshard.hosts import Hosts, processes_of
 from pipelab.pipeshard.method import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
@@ -25,272 +28,210 @@ from pipelab.pipeshard.unreduced import Shard, shard_of
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.predict.simulate import simulate
 from pipelab.table.action import Action
+from pipelab.table.schedule import Schedule
 
 
-class Program:
-    """A train step, compiled for a plan and for arguments of certain shapes.
+def program_of(
+    train_step: Callable,
+    method: Pipeshard,
+    arguments: Arguments,
+    donate_argnums: Sequence[int],
+    connect: Callable[[], Hosts],
+) -> "Program":
+    """The train step, compiled for a plan and for arguments of these shapes.
+
+    `connect` to the other processes, if the meshes are those of several.
+    """
+    traced = trace_microbatch(train_step, method, arguments)
+    divided = divide(traced, method)
+    placed = place(divided, arguments, donate_argnums, connect)
+    return compile_stages(placed)
+
+
+# ---- traced
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traced:
+    """A train step as its equations, and what makes the batch's results of the micro-batches'.
 
     step     of one micro-batch, with the update of the whole batch
     loss     of one micro-batch, which draws its own random numbers where these grow with the batch
     batch    its inputs that are the batch, and the number of the micro-batch
+    samples  of a micro-batch
+    paths    of the arguments' leaves, for messages
     combine  how the micro-batches' results are combined
+    axes     of variables, their dimension of samples
     exact    whether they add up to those of the batch; else (`reduce` was given for a loss that is
              neither mean nor sum) the pipeline computes what accumulation over them does
-    graphs   per stage its equations
-    like     variable -> the argument whose sharding it has
-    readers  gradient of a parameter -> the stages that read the parameter
-    next_values  result -> the argument that it is the next value of
-    numbers  of the variables that stages hand on, the same in all processes
-    donated  arguments whose arrays are given up
-    rows     of this process; `processes` of all rows
-    stages   of these rows, by number
-    plan     what each stage holds
+    of_one   (devices, loss) -> the loss of the samples of one of so many devices that share a
+             micro-batch; or why there is none ("": it would save nothing)
     """
 
-    def __init__(
-        self,
-        step: Callable,
-        method: Pipeshard,
-        arguments: Arguments,
-        donate_argnums: Sequence[int],
-        connect: Callable[[], Hosts],
-    ) -> None:
-        """`connect` to the other processes, if the meshes are those of several."""
-        self.place = cache(self._place)  # every action asks
-        self._trace(step, method, arguments)
-        layers, auto = self._divide(method)
-        parameters, gradients = self.step.parameters, self.step.gradients
-        self.next_values = self._next_values()
-        # What becomes the argument, or is added to it, lies as it does: no call moves the state.
-        self.like: dict[Var, Var] = {
-            **self.next_values,
-            **{v: v for v in self._state},
-            **parameters,
-            **{gradients[p]: argument for p, argument in parameters.items()},
-        }
-        trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
-        given = jax.tree.leaves([trees[i] for i in donate_argnums])
-        self.donated = {*self.step.donated, *given}
-        # The update's tasks, what rows send each other, and this process's stages.
-        self.processes = processes_of(self.meshes)
-        self.rows = [row for row, q in enumerate(self.processes) if q == jax.process_index()]
-        self.connect = connect if len(self.rows) < len(self.meshes) else None
-        self.readers = {
-            gradient: [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
-            for p, gradient in gradients.items()
-        }
-        tasks = self._tasks()
-        self.end = EndOfStep(
-            self.step,
-            self.combine,
-            self.graphs,
-            self.readers,
-            tasks,
-            self.schedule.placement,
-            self.processes,
-            self.next_values,
+    step: TracedStep
+    loss: Graph
+    batch: list[Var]
+    samples: int
+    microbatches: int
+    paths: dict[Var, str]
+    combine: list[Combine]
+    axes: dict[Var, Any]
+    exact: bool
+    of_one: Callable[[int, Graph], Shard | str]
+
+    @property
+    def state(self) -> list[Var]:
+        """The arguments that are not the batch."""
+        return [v for v in self.step.arguments if v not in self.step.batch]
+
+
+def trace_microbatch(train_step: Callable, method: Pipeshard, arguments: Arguments) -> Traced:
+    m = method.microbatches
+    if arguments.samples % m:
+        raise PipeshardError(
+            f"a batch of {arguments.samples} samples does not divide into {m} micro-batches: "
+            "make every batch a multiple of that, and leave out or fill up a last one that is "
+            "shorter"
         )
-        # Variables are objects of one process: messages name them by their order.
-        handed_on = dict.fromkeys(v for g in self.graphs for v in (*g.outputs, *g.aux_outputs))
-        self.numbers = {v: number for number, v in enumerate(handed_on)}
-        self._begun = False
-        # Before compiling, which takes longest: other programs are found out in a second.
-        if self.connect:
-            self.connect().agree(lambda: self._digests, "a step")
-        self.stages = self._compiled(tasks, layers)
-        kept: Mapping[int, int] = {s: stage.bytes for s, stage in self.stages.items()}
-        if self.connect:
-            kept = ChainMap(*self.connect().share(kept, "a step"))
-        plans = [self._stage_plan(s, of, kept[s]) for s, of in enumerate(layers)]
-        self.plan = Plan(self.schedule, tuple(plans), auto)
+    samples = arguments.samples // m
+    # [1] The step of the batch, and that of a micro-batch.
+    step = whole = trace(train_step, arguments, arguments.samples)
+    if m > 1:
+        step = trace_piece(train_step, arguments, samples, whole)
+    # [2] How the results of micro-batches come together.
+    combine, axes, exact = combinations(train_step, arguments, step, whole, method)
+    axes |= dict.fromkeys(step.batch, 0)
+    # [3] A loss that draws by the micro-batch's number has new variables, which lie as the old.
+    loss, names = redraw(step.loss, whole.loss, draw_own)
+    for old, v in names.items():
+        if old in axes and isinstance(v, Var):
+            axes[v] = axes[old]
 
-    def _trace(self, step: Callable, method: Pipeshard, arguments: Arguments) -> None:
-        """The step for the batch and for one micro-batch, and what makes one of the other."""
-        m = method.microbatches
-        if arguments.samples % m:
-            raise PipeshardError(
-                f"a batch of {arguments.samples} samples does not divide into {m} micro-batches: "
-                "make every batch a multiple of that, and leave out or fill up a last one that is "
-                "shorter"
-            )
-        self.samples, self.microbatches = arguments.samples // m, m
-        # [1] The step of the batch, and that of a micro-batch.
-        whole = self.step = trace(step, arguments, arguments.samples)
-        self.shard = cache(partial(self._shard, step, arguments, whole))  # of so many devices
-        if m > 1:
-            self.step = trace_piece(step, arguments, self.samples, whole)
-        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
-        self._state = [v for v in self.step.arguments if v not in self.step.batch]
-        # [2] How the results of micro-batches come together.
-        found = combinations(step, arguments, self.step, whole, method)
-        self.combine, self.axes, self.exact = found
-        self.axes |= dict.fromkeys(self.step.batch, 0)
-        # [3] A loss that draws by that number has new variables, which lie as the old ones.
-        self.loss, names = redraw(self.step.loss, whole.loss, draw_own)
-        self.batch = [*self.step.batch, self.loss.inputs[-1]]
-        for old, v in names.items():
-            if old in self.axes and isinstance(v, Var):
-                self.axes[v] = self.axes[old]
-
-    def _divide(self, method: Pipeshard) -> tuple[list[list[int]], Any]:
-        """The loss into layers and stages, and the devices into meshes.
-
-        Returns the layers of each stage, and what a planner found, if one was asked.
-        """
-        parameters, batch = self.step.parameters, self.batch
-        if callable(method.layers):
-            self.loss = mark(self.loss, method.layers, list(parameters), batch)
-        count = count_layers(self.loss)
-        auto = None
-        if isinstance(method.stages, Planner):
-            problem = StageProblem(
-                loss=self.loss,
-                parameters=parameters,
-                state=self._state,
-                batch=batch,
-                axes=self.axes,
-                paths=self.paths,
-                samples=self.samples,
-                layers=count,
-                method=method,
-                shard=self.shard,
-            )
-            auto = method.stages.choose(problem)
-            method = replace(method, stages=auto)
-        layers = method.stages_of(count)
-        self.schedule = method.table_for(len(layers))
-        self.meshes = method.meshes_of(self.schedule.devices)
-        for mesh in self.meshes:
-            if self.samples % mesh.shape["data"]:
-                raise PipeshardError(
-                    f"a micro-batch of {self.samples} samples does not divide over "
-                    f"{mesh.shape['data']} devices: change the batch or microbatches, or give that "
-                    "mesh another shape (data, model)"
-                )
-        self._shardings = method.shardings_of(self.schedule.devices)
-        self.graphs = cut(self.loss, list(parameters), batch, layers)
-        return layers, auto
-
-    def _tasks(self) -> list[UpdateTask]:
-        """The update as tasks of the stages; and their sharding constraints on their meshes.
-
-        The first stage that reads a parameter owns it (the argument) and its gradient.
-        """
-        owner: dict[Var, int] = {}
-        early = set()  # known to its owner as soon as that has ended its backwards
-        for p, gradient in self.step.gradients.items():
-            readers = self.readers[gradient]
-            first = min(readers, default=0)
-            owner.update({self.step.parameters[p]: first, gradient: first})
-            if len(readers) == 1:  # else others have parts of it
-                early.add(gradient)
-        # All else that the loss makes is known when all stages have ended.
-        late = {*self.step.gradient} - early
-        tasks = split_update(self.step.update, owner, late)
-        # What stages read that may not have ended yet, or is returned as it is, has to stay.
-        stays = {v for graph in self.graphs for v in graph.fixed}
-        stays.update(variables(self.step.update.outputs))
-        donate(tasks, self.donated - stays, self.next_values)
-        for s, graph in enumerate(self.graphs):
-            mesh = self.meshes[self.schedule.placement[s]]
-            parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
-            for part in parts:
-                part.equations = on_mesh(part.equations, mesh)
-        return tasks
-
-    def _shard(
-        self, step: Callable, arguments: Arguments, whole: TracedStep, devices: int
-    ) -> Shard | str:
-        """The loss of the samples of one of so many devices that share a micro-batch.
-
-        Or why there is none; nothing where it would save nothing.
-        """
-        if min(devices, self.microbatches) == 1:
+    def of_one(devices: int, loss: Graph) -> Shard | str:
+        if min(devices, m) == 1:
             return ""
         try:
-            return shard_of(step, arguments, self.loss, whole.loss, self.samples, devices)
+            return shard_of(train_step, arguments, loss, whole.loss, samples, devices)
         except PipeshardError as error:
             return str(error)
 
-    def _compiled(
-        self, tasks: list[UpdateTask], layers: list[list[int]]
-    ) -> dict[int, CompiledStage]:
-        kinds = {action.kind for row in self.schedule.rows for action in row}
-        others = {*self._state} - {*self.step.parameters.values()}
-        return {
-            s: CompiledStage(
-                self.graphs,
-                s,
-                partial(self.place, row),
-                kinds,
-                tasks,
-                others,
-                layers=layers,
-                shard=self.shard(self.meshes[row].shape["data"]),
-            )
-            for s, row in enumerate(self.schedule.placement)
-            if row in self.rows
-        }
+    return Traced(
+        step=step,
+        loss=loss,
+        batch=[*step.batch, loss.inputs[-1]],
+        samples=samples,
+        microbatches=m,
+        paths=dict(zip(step.arguments, arguments.paths, strict=True)),
+        combine=combine,
+        axes=axes,
+        exact=exact,
+        of_one=of_one,
+    )
 
-    # ---- where things are
 
-    def _place(self, row: int, v: Var) -> NamedSharding:
-        """The sharding of a variable on a row's mesh.
+# ---- divided
 
-        An argument, its gradient and its next value lie as the plan says; what has a dimension of
-        samples is divided over the devices that are parallel over data, if it divides; anything
-        else is whole on each of them.
-        """
-        mesh = self.meshes[row]
-        like = self.like.get(v)
-        if like is None:
-            spec = over_samples(v, self.axes.get(v), mesh)
-        else:
-            spec = self._shardings[row](self.paths[like], shape_of(like))
-        try:
-            sharding = NamedSharding(mesh, spec)
-            # The first looks at the dimensions, the second whether they divide.
-            sharding.check_compatible_aval(shape_of(v))
-            sharding.shard_shape(shape_of(v))
-        except (TypeError, ValueError) as error:
-            name = self.paths.get(like or v, "an array")
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Divided(Traced):
+    """The loss in stages, and the devices in meshes, a row's each.
+
+    layers     of each stage
+    graphs     per stage its equations
+    shard      `of_one` of the loss with its layers marked, by the number of devices
+    shardings  per row, (path, shape) of an argument -> how its mesh has it
+    auto       what a planner found, if one was asked
+    """
+
+    layers: list[list[int]]
+    shard: Callable[[int], Shard | str]
+    graphs: list[StageGraph]
+    schedule: Schedule
+    meshes: Sequence[Mesh]
+    shardings: Sequence[Callable]
+    auto: Any
+
+
+def divide(traced: Traced, method: Pipeshard) -> Divided:
+    parameters, loss = traced.step.parameters, traced.loss
+    if callable(method.layers):
+        loss = mark(loss, method.layers, list(parameters), traced.batch)
+    shard = cache(lambda devices: traced.of_one(devices, loss))
+    count, auto = count_layers(loss), None
+    if isinstance(method.stages, Planner):
+        problem = StageProblem(
+            loss=loss,
+            parameters=parameters,
+            state=traced.state,
+            batch=traced.batch,
+            axes=traced.axes,
+            paths=traced.paths,
+            samples=traced.samples,
+            layers=count,
+            method=method,
+            shard=shard,
+        )
+        auto = method.stages.choose(problem)
+        method = replace(method, stages=auto)
+    layers = method.stages_of(count)
+    schedule = method.table_for(len(layers))
+    meshes = method.meshes_of(schedule.devices)
+    for mesh in meshes:
+        if traced.samples % mesh.shape["data"]:
             raise PipeshardError(
-                f"{name} of shape {shape_of(v)} cannot be sharded as {spec} over {dict(mesh.shape)}"
-            ) from error
-        return sharding
+                f"a micro-batch of {traced.samples} samples does not divide over "
+                f"{mesh.shape['data']} devices: change the batch or microbatches, or give that "
+                "mesh another shape (data, model)"
+            )
+    return Divided(
+        **vars(traced) | {"loss": loss},
+        layers=layers,
+        shard=shard,
+        graphs=cut(loss, list(parameters), traced.batch, layers),
+        schedule=schedule,
+        meshes=meshes,
+        shardings=method.shardings_of(schedule.devices),
+        auto=auto,
+    )
 
-    def _next_values(self) -> dict[Var, Var]:
-        """Result -> the argument that it is the next value of.
 
-        That is known if the step returns its state in one piece, in the order in which it takes it.
-        """
-        results = self.step.update.outputs
-        # The loss may stand before the state, or behind it.
-        for i in range(len(results)):
-            pairs = list(zip(self._state, results[i:], strict=False))
-            if all(shape_of(a) == shape_of(b) for a, b in pairs):
-                return {b: a for a, b in pairs if isinstance(b, Var)}
-        return {}
+# ---- placed
 
-    def agreed(self, arguments: Arguments) -> Hosts:
-        """The processes, when all run this program, the first time on the same arguments."""
-        assert self.connect
-        processes = self.connect()
-        # Looked at once: later calls mostly take what the one before has returned.
-        known = {} if self._begun else of_trees(arguments.named)
-        processes.agree(lambda: self._digests | known, "a step")
-        self._begun = True
-        return processes
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placed(Divided):
+    """The update in parts of the stages, and every array with its devices.
+
+    like         variable -> the argument whose sharding it has
+    next_values  result -> the argument that it is the next value of
+    readers      gradient of a parameter -> the stages that read the parameter
+    donated      arguments whose arrays are given up
+    tasks        parts of the update
+    numbers      of the variables that stages hand on, the same in all processes
+    processes    of all rows
+    connect      to the other processes; None if all rows are this one's
+    place        (row, variable) -> the variable's sharding on the row's mesh
+    end          the end of a step
+    """
+
+    like: dict[Var, Var]
+    next_values: dict[Var, Var]
+    readers: dict[Var, list[int]]
+    donated: set[Var]
+    tasks: list[UpdateTask]
+    numbers: dict[Var, int]
+    processes: list[int]
+    connect: Callable[[], Hosts] | None
+    place: Callable[[int, Var], NamedSharding]
+    end: EndOfStep
+
+    @property
+    def rows(self) -> list[int]:
+        """This process's."""
+        return [row for row, q in enumerate(self.processes) if q == jax.process_index()]
 
     @cached_property
-    def sequence(self) -> list[tuple[int, Action]]:
-        """Rows and actions in an order in which one thread can do all: as a simulation does."""
-        start = simulate(self.schedule).start
-        pairs = [(row, action) for row, of in enumerate(self.schedule.rows) for action in of]
-        return [pairs[i] for i in sorted(range(len(pairs)), key=start.__getitem__)]
-
-    @cached_property
-    def _digests(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str]:
         """Tell it from other programs; the same in all processes."""
         loss, update = ([*map(spec_of, of.inputs)] for of in (self.loss, self.step.update))
         count = len(self.step.parameters)
@@ -315,22 +256,209 @@ class Program:
             "the update": of_program(self.step.update.run, *update),
         }
 
-    def _stage_plan(self, s: int, layers: list[int], kept: int) -> StagePlan:
-        graph, row = self.graphs[s], self.schedule.placement[s]
-        devices = self.meshes[row].devices
-        paths = [self.paths[self.step.parameters[p]] for p in graph.parameters]
-        stage = self.stages.get(s)
-        unsplit = stage.unsplit if stage else ()
-        sent = [*graph.outputs, *graph.aux_outputs] if s < len(self.graphs) - 1 else []
-        return StagePlan(
-            layers=tuple(layers),
-            device=row,
-            mesh=devices.shape,
-            devices=tuple(devices.flat),
-            parameters=dict(zip(paths, map(shape_of, graph.parameters), strict=True)),
-            parameter_bytes=sum(map(bytes_of, graph.parameters)),
-            activation_bytes=kept,
-            sent_bytes=sum(map(bytes_of, sent)),
-            unsplit={path: why for path, why in zip(paths, unsplit, strict=False) if why},
-            all_reduced=stage.all_reduced if stage else "",
+
+def place(
+    divided: Divided,
+    arguments: Arguments,
+    donate_argnums: Sequence[int],
+    connect: Callable[[], Hosts],
+) -> Placed:
+    step, graphs = divided.step, divided.graphs
+    # [1] What becomes the argument, or is added to it, lies as it does: no call moves the state.
+    next_values = _next_values(divided)
+    like: dict[Var, Var] = {
+        **next_values,
+        **{v: v for v in divided.state},
+        **step.parameters,
+        **{step.gradients[p]: argument for p, argument in step.parameters.items()},
+    }
+    # [2] The update's parts.
+    trees = jax.tree.unflatten(arguments.tree, step.arguments)
+    donated = {*step.donated, *jax.tree.leaves([trees[i] for i in donate_argnums])}
+    readers = {
+        gradient: [s for s, graph in enumerate(graphs) if p in graph.parameters]
+        for p, gradient in step.gradients.items()
+    }
+    tasks = _tasks(divided, readers, donated, next_values)
+    # [3] What rows send each other. Variables are objects of one process: messages name them by
+    #     their order.
+    handed_on = dict.fromkeys(v for g in graphs for v in (*g.outputs, *g.aux_outputs))
+    processes = processes_of(divided.meshes)
+    alone = {*processes} == {jax.process_index()}
+    end = EndOfStep(
+        step,
+        divided.combine,
+        graphs,
+        readers,
+        tasks,
+        divided.schedule.placement,
+        processes,
+        next_values,
+    )
+    return Placed(
+        **vars(divided),
+        like=like,
+        next_values=next_values,
+        readers=readers,
+        donated=donated,
+        tasks=tasks,
+        numbers={v: number for number, v in enumerate(handed_on)},
+        processes=processes,
+        connect=None if alone else connect,
+        place=cache(partial(_sharding, divided, like)),  # every action asks
+        end=end,
+    )
+
+
+def _next_values(traced: Traced) -> dict[Var, Var]:
+    """Result -> the argument that it is the next value of.
+
+    That is known if the step returns its state in one piece, in the order in which it takes it.
+    """
+    results = traced.step.update.outputs
+    # The loss may stand before the state, or behind it.
+    for i in range(len(results)):
+        pairs = list(zip(traced.state, results[i:], strict=False))
+        if all(shape_of(a) == shape_of(b) for a, b in pairs):
+            return {b: a for a, b in pairs if isinstance(b, Var)}
+    return {}
+
+
+def _tasks(
+    divided: Divided,
+    readers: Mapping[Var, list[int]],
+    donated: set[Var],
+    next_values: dict[Var, Var],
+) -> list[UpdateTask]:
+    """The update as tasks of the stages; and their sharding constraints on their meshes.
+
+    The first stage that reads a parameter owns it (the argument) and its gradient.
+    """
+    step = divided.step
+    owner: dict[Var, int] = {}
+    early = set()  # known to its owner as soon as that has ended its backwards
+    for p, gradient in step.gradients.items():
+        first = min(readers[gradient], default=0)
+        owner.update({step.parameters[p]: first, gradient: first})
+        if len(readers[gradient]) == 1:  # else others have parts of it
+            early.add(gradient)
+    # All else that the loss makes is known when all stages have ended.
+    late = {*step.gradient} - early
+    tasks = split_update(step.update, owner, late)
+    # What stages read that may not have ended yet, or is returned as it is, has to stay.
+    stays = {v for graph in divided.graphs for v in graph.fixed}
+    stays.update(variables(step.update.outputs))
+    donate(tasks, donated - stays, next_values)
+    for s, graph in enumerate(divided.graphs):
+        mesh = divided.meshes[divided.schedule.placement[s]]
+        parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
+        for part in parts:
+            part.equations = on_mesh(part.equations, mesh)
+    return tasks
+
+
+def _sharding(divided: Divided, like: Mapping[Var, Var], row: int, v: Var) -> NamedSharding:
+    """The sharding of a variable on a row's mesh.
+
+    An argument, its gradient and its next value lie as the plan says; what has a dimension of
+    samples is divided over the devices that are parallel over data, if it divides; anything else is
+    whole on each of them.
+    """
+    mesh, argument = divided.meshes[row], like.get(v)
+    if argument is None:
+        spec = over_samples(v, divided.axes.get(v), mesh)
+    else:
+        spec = divided.shardings[row](divided.paths[argument], shape_of(argument))
+    try:
+        sharding = NamedSharding(mesh, spec)
+        # The first looks at the dimensions, the second whether they divide.
+        sharding.check_compatible_aval(shape_of(v))
+        sharding.shard_shape(shape_of(v))
+    except (TypeError, ValueError) as error:
+        name = divided.paths.get(argument or v, "an array")
+        raise PipeshardError(
+            f"{name} of shape {shape_of(v)} cannot be sharded as {spec} over {dict(mesh.shape)}"
+        ) from error
+    return sharding
+
+
+# ---- compiled
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program(Placed):
+    """What a call runs.
+
+    stages  of this process's rows, by number
+    plan    what each stage holds
+    """
+
+    stages: Mapping[int, CompiledStage]
+    plan: Plan
+
+    @cached_property
+    def sequence(self) -> list[tuple[int, Action]]:
+        """Rows and actions in an order in which one thread can do all: as a simulation does."""
+        start = simulate(self.schedule).start
+        pairs = [(row, action) for row, of in enumerate(self.schedule.rows) for action in of]
+        return [pairs[i] for i in sorted(range(len(pairs)), key=start.__getitem__)]
+
+    def agreed(self, arguments: Arguments) -> Hosts:
+        """The processes, when all run this program, the first time on the same arguments."""
+        assert self.connect
+        processes = self.connect()
+        # Looked at once: later calls mostly take what the one before has returned.
+        known = {} if self in processes.agreed else of_trees(arguments.named)
+        processes.agree(lambda: self.digests | known, "a step")
+        processes.agreed.add(self)
+        return processes
+
+
+def compile_stages(placed: Placed) -> Program:
+    # [1] Before compiling, which takes longest: other programs are found out in a second.
+    if placed.connect:
+        placed.connect().agree(lambda: placed.digests, "a step")
+    # [2] The stages of this process.
+    kinds = {action.kind for row in placed.schedule.rows for action in row}
+    others = {*placed.state} - {*placed.step.parameters.values()}
+    stages = {
+        s: CompiledStage(
+            placed.graphs,
+            s,
+            partial(placed.place, row),
+            kinds,
+            placed.tasks,
+            others,
+            layers=placed.layers,
+            shard=placed.shard(placed.meshes[row].shape["data"]),
         )
+        for s, row in enumerate(placed.schedule.placement)
+        if row in placed.rows
+    }
+    # [3] What all stages hold.
+    kept: Mapping[int, int] = {s: stage.bytes for s, stage in stages.items()}
+    if placed.connect:
+        kept = ChainMap(*placed.connect().share(kept, "a step"))
+    plans = tuple(_stage_plan(placed, s, stages.get(s), kept[s]) for s in range(len(placed.graphs)))
+    fields = {name: value for name, value in vars(placed).items() if name != "digests"}
+    return Program(**fields, stages=stages, plan=Plan(placed.schedule, plans, placed.auto))
+
+
+def _stage_plan(placed: Placed, s: int, stage: CompiledStage | None, kept: int) -> StagePlan:
+    graph, row = placed.graphs[s], placed.schedule.placement[s]
+    devices = placed.meshes[row].devices
+    paths = [placed.paths[placed.step.parameters[p]] for p in graph.parameters]
+    unsplit = stage.unsplit if stage else ()
+    sent = [*graph.outputs, *graph.aux_outputs] if s < len(placed.graphs) - 1 else []
+    return StagePlan(
+        layers=tuple(placed.layers[s]),
+        device=row,
+        mesh=devices.shape,
+        devices=tuple(devices.flat),
+        parameters=dict(zip(paths, map(shape_of, graph.parameters), strict=True)),
+        parameter_bytes=sum(map(bytes_of, graph.parameters)),
+        activation_bytes=kept,
+        sent_bytes=sum(map(bytes_of, sent)),
+        unsplit={path: why for path, why in zip(paths, unsplit, strict=False) if why},
+        all_reduced=stage.all_reduced if stage else "",
+    )
