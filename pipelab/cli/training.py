@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from pipelab.cli.training_folder import TrainingFolder
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Run
-from pipelab.runtime.run import DEFAULT, check_sequence
+from pipelab.runtime.run import DEFAULT
 from pipelab.runtime.session import Session
 from pipelab.runtime.wings import wing_of
 from pipelab.table.schedule import Schedule
 
 
-class Part(NamedTuple):
+class TrainedPart(NamedTuple):
     """The work done so far.
 
     steps   batches done in all
@@ -39,7 +39,7 @@ def train(
     check: bool | str = "first",
     name: str = "",
     **options: Any,
-) -> Iterator[Part]:
+) -> Iterator[TrainedPart]:
     """Train, `every` batches a part; yields after each. Bit for bit what `run` does in one.
 
     folder   new, or of a training like this that was stopped or killed at any moment: it goes on.
@@ -51,8 +51,6 @@ def train(
     ValueError where the folder holds another training, or is used by one, or this one is done, or a
     checkpoint would replace what is not of this training; else as `run`.
     """
-    _check(every, options)
-    check_sequence(batches)
     folder, wing, count = Path(folder), wing_of(options.get("backend")), len(batches)
     options |= {"check": check == "first" or check, "save": folder}
 
@@ -80,7 +78,7 @@ def train(
 
 def _trained(
     ranks: Session, own: TrainingFolder, part: Segment, batches: Sequence[Any], check: bool | str
-) -> Part:
+) -> TrainedPart:
     """Train a part, and keep its checkpoint and losses."""
     first, ranks.wing.owner = ranks.launcher.first, own.owner
     if first and not ranks.started:
@@ -90,14 +88,7 @@ def _trained(
     own.losses += result.losses
     if first:
         own.keep()
-    return Part(part.end, list(own.losses), result)
-
-
-def _check(every: int, options: dict[str, Any]) -> None:
-    if every < 1:
-        raise ValueError(f"every={every}: give at least one batch a part")
-    if unknown := {*options} - {*DEFAULT} | {*options} & {"save", "stop", "resume"}:
-        raise TypeError(f"train() has no option {min(unknown)!r}")
+    return TrainedPart(part.end, list(own.losses), result)
 
 
 def _look(own: TrainingFolder, batches: int, every: int) -> list[float] | Exception:
