@@ -22,9 +22,9 @@ from pipelab.optimize.plan import (
     TrainingChoice,
     Transformer,
     estimate,
+    find_plan,
     table_for,
 )
-from pipelab.optimize.plan import plan as find_plan
 
 A100, H100 = MACHINES["A100-80GB"], MACHINES["H100-80GB"]
 # Runs by DeepSpeed's pipeline engine have a share of their own: see `fit`.

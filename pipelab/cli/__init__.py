@@ -22,7 +22,7 @@ from pipelab import __version__
 from pipelab.cli.compare import compare_command
 from pipelab.cli.options import READ
 from pipelab.cli.plans import bound_command, partition_command, plan_command, search_command
-from pipelab.cli.report import Failure
+from pipelab.cli.report import FailedVerdict
 from pipelab.cli.runs import explain_command, run_command, train_command
 from pipelab.cli.schedules import (
     export_command,
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen(command, words)()
         sys.stdout.flush()
         return 0
-    except Failure as verdict:
+    except FailedVerdict as verdict:
         status, message = 1, str(verdict)
     except BrokenPipeError:  # whoever reads has enough
         return 0

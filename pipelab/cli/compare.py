@@ -13,7 +13,7 @@ from pipelab import Costs, Schedule, fit, memory, simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.models import small_model
 from pipelab.cli.options import Count, Json, Model, Name, Plot, Positive, Seed, Timeout
-from pipelab.cli.report import GAP, Failure
+from pipelab.cli.report import GAP, FailedVerdict
 from pipelab.optimize.cut import split_layers
 from pipelab.optimize.order import gap
 from pipelab.predict.costs import Values
@@ -168,4 +168,4 @@ def compare_command(
     text = "\n".join(lines)
     print(dumps({"title": title, "schedules": records, "left_out": left_out}) if json else text)
     if failed := [found["schedule"] for found in records if not found.get("check", True)]:
-        raise Failure(f"the check failed: {', '.join(failed)}")
+        raise FailedVerdict(f"the check failed: {', '.join(failed)}")

@@ -34,8 +34,8 @@ from pipelab.optimize.plan import (
     Machine,
     Problem,
     Transformer,
+    find_plan,
 )
-from pipelab.optimize.plan import plan as find_plan
 from pipelab.schedules import make_all
 
 Number = Annotated[Any, number_option(float, lambda x: True, "a number")]

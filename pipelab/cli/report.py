@@ -15,7 +15,7 @@ GAP = (
 SIZES = ("devices", "stages", "microbatches", "batches")
 
 
-class Failure(Exception):
+class FailedVerdict(Exception):
     """A verdict to print: exit status 1."""
 
 

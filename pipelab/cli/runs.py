@@ -30,7 +30,7 @@ from pipelab.cli.options import (
     TableOptions,
     Timeout,
 )
-from pipelab.cli.report import SIZES, Failure, describe, verdict_of
+from pipelab.cli.report import SIZES, FailedVerdict, describe, verdict_of
 from pipelab.measure.trace import from_trace
 
 
@@ -125,7 +125,7 @@ def _tell(result: Any, costs: Costs, json: bool) -> None:
         print("losses", *(f"{x:.4f}" for x in result.losses))
         print(result.check)
     if not result.check.passed:
-        raise Failure(str(result.check))
+        raise FailedVerdict(str(result.check))
 
 
 def _report(result: Any, costs: Costs) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def train_command(
     if first:
         print(dumps(report) if json else f"The first {every} steps of this call: {verdict}")
     if first and not verdict.passed:
-        raise Failure(str(verdict))
+        raise FailedVerdict(str(verdict))
 
 
 def _follow(

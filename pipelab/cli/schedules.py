@@ -9,7 +9,7 @@ import pipelab
 from pipelab import Costs, ScheduleError, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write_figure, write_text
 from pipelab.cli.options import Count, Json, Layers, Name, Plot, TableOptions
-from pipelab.cli.report import Failure, show
+from pipelab.cli.report import FailedVerdict, show
 from pipelab.measure.trace import to_trace
 
 Form = Annotated[tuple[Literal["pipelab", "torch"], ...], arg(metavar="[torch]")]
@@ -96,7 +96,7 @@ def validate_command(file: Positional[Annotated[str, arg(metavar="FILE")]]) -> N
     try:
         validate(schedule)
     except ScheduleError as error:
-        raise Failure(f"not valid: {error}") from None
+        raise FailedVerdict(f"not valid: {error}") from None
     transfers = ", its transfers safe for rendezvous" if schedule.has_transfers else ""
     print(
         f"valid: {schedule.devices} devices, {schedule.stages} stages, {schedule.batches} x "

@@ -10,13 +10,12 @@ from pipelab.cli.training_folder import TrainingFolder
 from pipelab.runtime.options import Options
 from pipelab.runtime.prepare import Segment
 from pipelab.runtime.result import Run
-from pipelab.runtime.run import check_sequence
 from pipelab.runtime.session import Session
 from pipelab.runtime.wings import wing_of
 from pipelab.table.schedule import Schedule
 
 
-class Part(NamedTuple):
+class TrainedPart(NamedTuple):
     """The work done so far.
 
     steps   batches done in all
@@ -41,7 +40,7 @@ def train(
     check: bool | str = "first",
     name: str = "",
     **options: Any,
-) -> Iterator[Part]:
+) -> Iterator[TrainedPart]:
     """Train, `every` batches a part; yields after each. Bit for bit what `run` does in one.
 
     folder   new, or of a training like this that was stopped or killed at any moment: it goes on.
@@ -53,11 +52,7 @@ def train(
     ValueError where the folder holds another training, or is used by one, or this one is done, or a
     checkpoint would replace what is not of this training; else as `run`.
     """
-    if every < 1:
-        raise ValueError(f"every={every}: give at least one batch a part")
-    check_sequence(batches)
-    folder = Path(folder)
-    checks = check == "first" or check
+    folder, checks = Path(folder), check == "first" or check
     given = Options(loss=loss, optimizer=optimizer, check=checks, save=folder, **options)
     wing = wing_of(given.backend)
 
@@ -84,7 +79,7 @@ def train(
 
 def _trained(
     ranks: Session, own: TrainingFolder, part: Segment, batches: Sequence[Any], check: bool | str
-) -> Part:
+) -> TrainedPart:
     """Train a part, and keep its checkpoint and losses."""
     first, ranks.wing.owner = ranks.launcher.first, own.owner
     if first and not ranks.started:
@@ -94,7 +89,7 @@ def _trained(
     own.losses += result.losses
     if first:
         own.keep()
-    return Part(part.end, list(own.losses), result)
+    return TrainedPart(part.end, list(own.losses), result)
 
 
 def _look(own: TrainingFolder, batches: int, every: int) -> list[float] | Exception:

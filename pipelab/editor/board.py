@@ -79,8 +79,7 @@ def _marks(draft: Draft) -> dict[Action, str]:
 
 def board_legend(task: Task) -> list[list[str]]:
     """Names and colours of the kinds that a task's table has."""
-    kinds = sorted({a.kind for a in task.needs})
-    return [[palette.NAMES[kind], palette.KINDS[kind]] for kind in kinds]
+    return palette.legend(sorted({a.kind for a in task.needs}))
 
 
 # ---- cells
@@ -179,11 +178,7 @@ def look(task: Task, action: Action) -> dict[str, Any]:
     return {"text": short, "action": str(action), "colours": colours}
 
 
-@lru_cache  # every move draws every cell again
-def _colours(*kind_and_place: Any) -> list[str]:
-    """The colours of a cell, and of its text."""
-    colour = palette.colour_of(*kind_and_place)
-    return [palette.to_hex(colour), palette.readable_on(colour)]
+_colours = lru_cache(palette.box_colours)  # every move draws every cell again
 
 
 # ---- beside the table

@@ -165,10 +165,7 @@ def _causes(timeline: Timeline, costs: Costs) -> dict[str, float]:
 def _by_batch(t: Timeline) -> dict[str, list[float]]:
     """Idle seconds of all devices by cause, in each batch: until its last action has ended."""
     s = t.schedule
-    ends = [min(t.start)] * s.batches
-    for batch, end in zip(t.batch, t.end, strict=True):
-        ends[batch] = max(ends[batch], end)
-    limits = [min(t.start), *accumulate(ends, max)]
+    limits = [*accumulate([min(t.start), *t.batch_ends], max)]
     causes = [WAITING.format(stage) for stage in range(s.stages)]
     idle = {cause: [0.0] * s.batches for cause in (*causes, Cause.TRANSFER, Cause.OVERHEAD)}
     for begin, end, who in waited_for(s, t.spans):

@@ -4,7 +4,7 @@ The colours are the papers', from the Okabe-Ito palette, which is safe for the c
 input gradient's violet is none of it: it differs from every shade of the others.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import WORDS, Kind
@@ -69,6 +69,12 @@ def readable_on(colour: RGB) -> str:
     return "black" if luminance > 0.22 else "white"
 
 
+def box_colours(kind: Kind, stage: int, devices: int, stages: int) -> list[str]:
+    """A box's colour, and that of its text."""
+    colour = colour_of(kind, stage, devices, stages)
+    return [to_hex(colour), readable_on(colour)]
+
+
 def chunks_of(items: Collection[Timeline]) -> int:
     """The most chunks of the model on a device."""
     return max(-(-t.schedule.stages // t.schedule.devices) for t in items)
@@ -77,3 +83,8 @@ def chunks_of(items: Collection[Timeline]) -> int:
 def kinds_of(items: Collection[Timeline]) -> list[Kind]:
     """The kinds of actions that a legend names; one name stands for all transfers."""
     return [kind for kind in NAMES if any(kind in t.schedule.kinds for t in items)]
+
+
+def legend(kinds: Iterable[Kind]) -> list[list[str]]:
+    """Names and colours of the kinds."""
+    return [[NAMES[kind], KINDS[kind]] for kind in kinds]

@@ -167,12 +167,17 @@ class Timeline:
         first = 1 if s.batches > 1 and s.microbatches % s.per_update == 0 else 0
         return [batch >= first for batch in self.batch]
 
-    def batch_seconds(self) -> list[float]:
-        """The seconds of each batch but the first, from the end of the one before it to its own."""
+    @property
+    def batch_ends(self) -> list[float]:
+        """When the last action of each batch ended."""
         ends = [-math.inf] * self.schedule.batches
         for batch, end in zip(self.batch, self.end, strict=True):
             ends[batch] = max(ends[batch], end)
-        return [later - earlier for earlier, later in pairwise(ends)]
+        return ends
+
+    def batch_seconds(self) -> list[float]:
+        """The seconds of each batch but the first, from the end of the one before it to its own."""
+        return [later - earlier for earlier, later in pairwise(self.batch_ends)]
 
     def parts(self) -> Parts:
         """The parts of all actions; what is negative (a start before its input) counts as 0.

@@ -39,14 +39,14 @@ def drawing(items: Sequence[Shown]) -> dict[str, Any]:
     shown = [cause for cause in MEMORY_CAUSES if cause in filled]
     peaks = [m.peak() for _, m, _ in items]
     numbers = [_numbers(*item, peak, shown) for item, peak in zip(items, peaks, strict=True)]
-    chunks, kinds = palette.chunks_of(timelines), palette.kinds_of(timelines)
+    chunks = palette.chunks_of(timelines)
     return {
         "end": max(t.makespan for t in timelines),
         "memory": max(map(max, peaks)),
         "timelines": [_timeline(t) | _memory(m, shown) for t, m, _ in items],
         "letters": [kind.name for kind in Kind],
         "names": [palette.NAMES.get(kind, "") for kind in Kind],
-        "legend": [[palette.NAMES[kind], palette.KINDS[kind]] for kind in kinds],
+        "legend": palette.legend(palette.kinds_of(timelines)),
         "lighter": f"lighter: later of {chunks} chunks" if chunks > 1 else "",
         "causes": [[cause, palette.MEMORY_CAUSES[cause]] for cause in shown],
         "numbers": [
@@ -89,7 +89,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
         cause,
     )
     colours = [
-        palette.colour_of(kind, chunk * s.devices, s.devices, s.stages)
+        palette.box_colours(kind, chunk * s.devices, s.devices, s.stages)
         for kind in KINDS
         for chunk in range(chunks)
     ]
@@ -99,7 +99,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
         "makespan": t.makespan,
         "bounds": s.bounds,
         "digits": len(str(s.total - 1)),
-        "colours": [[palette.to_hex(colour), palette.readable_on(colour)] for colour in colours],
+        "colours": colours,
         "columns": COLUMNS,
         "data": _packed(rows),
     }

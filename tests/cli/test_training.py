@@ -350,11 +350,6 @@ def test_a_record_without_its_checkpoint_is_one_error(losses, message, tmp_path)
     assert shot(tmp_path) == before
 
 
-def test_bad_parts(tmp_path):
-    with pytest.raises(ValueError, match="every=0: give at least one batch a part"):
-        next(train(*setting(), tmp_path, every=0))
-
-
 # ---- the command line
 
 COMMAND = ["train", "gpt2", "--devices", "2", "--microbatches", "2", "--batch", "4", "--steps", "9"]

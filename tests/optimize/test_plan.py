@@ -22,7 +22,7 @@ from pipelab.optimize.plan import (
     TrainingChoice,
     Transformer,
     estimate,
-    plan,
+    find_plan,
 )
 from pipelab.optimize.plan.enumerate import Enumeration
 from pipelab.optimize.plan.limits import least_bytes, least_seconds
@@ -279,7 +279,7 @@ def test_replicas_exchange_their_gradients_in_a_ring():
     # 10 bytes on 4 devices: 2 x 3 messages of 2.5 bytes at 5 bytes/s, and 0.1 s each.
     machine = Machine("ring", 1, math.inf, bandwidth=5, latency=0.1)
     model = Profile((Layer("one", 1, 1, 1, weights=10),))
-    best = plan(Problem(model, machine, devices=4, batch=8)).best
+    best = find_plan(Problem(model, machine, devices=4, batch=8)).best
     assert (best.choice.pipeline, best.choice.replicas) == (1, 4)
     assert best.parts["compute"] == 2 * 3
     assert best.parts["all-reduce"] == pytest.approx(6 * (2.5 / 5 + 0.1))
@@ -287,7 +287,7 @@ def test_replicas_exchange_their_gradients_in_a_ring():
 
 def test_asynchronous_schedules_only_when_asked_and_without_a_bubble():
     sizes = {"devices": 4, "batch": 4, "machine": Machine("slow", 1, math.inf, 1e-3, latency=0)}
-    assert plan(equal_layers(4, **sizes)).best.choice.schedule in FLUSH
+    assert find_plan(equal_layers(4, **sizes)).best.choice.schedule in FLUSH
     problem = equal_layers(8, devices=4, batch=8)
     asked = Problem(problem.model, problem.machine, 4, 8, schedules=ASYNCHRONOUS)
     for choice in asked.choices():
@@ -341,7 +341,7 @@ def test_memory_decides():
     for memory in (44, 42, 36):
         machine = Machine("tight", 1, memory, bandwidth=0.5, latency=0)
         problem = Problem(Profile((layer,) * 8), machine, devices=4, batch=16, optimizer=0.0)
-        answer = plan(problem)
+        answer = find_plan(problem)
         found.append((answer.best.choice.schedule, answer.best.choice.recompute.value))
         assert answer.best.memory <= memory
     assert found == [
@@ -541,7 +541,7 @@ def test_errors_are_one_line(capsys, line, message):
 def test_nothing_fits_says_by_how_much():
     tight = Machine("tight", 1, memory=5.0, bandwidth=1.0)
     with pytest.raises(ValueError, match="nothing fits") as error:
-        plan(equal_layers(4, tight, devices=2, batch=2))
+        find_plan(equal_layers(4, tight, devices=2, batch=2))
     smallest = Enumeration(equal_layers(4, tight, devices=2, batch=2)).smallest()
     assert f"needs {smallest.memory / 1e9:,.4g} GB" in str(error.value)
     assert isinstance(smallest.choice, TrainingChoice)

@@ -35,7 +35,7 @@ from pipelab.optimize.order.list_scheduler import (
     refined,
     rules,
 )
-from pipelab.optimize.order.problem import OrderProblem, placement_named
+from pipelab.optimize.order.problem import OrderProblem, as_placement
 from pipelab.predict.simulate import delays, durations
 from pipelab.table.action import insert_updates
 from tests.conftest import examples
@@ -103,7 +103,7 @@ TINY = [
     OrderProblem(Costs([1, 2], [2, 1], [1, 3], transfer=1), (0, 1), 2, 2.0, split=False),
     OrderProblem(Costs([1, 2, 1], [2, 1, 1.5], transfer=0.25), (0, 1, 2), 2, 1.0, split=False),
     OrderProblem(
-        Costs([1, 2, 2, 1], [2, 1, 1, 3], 0.5, transfer=0.25), placement_named("v", 2), 1, 1.0, True
+        Costs([1, 2, 2, 1], [2, 1, 1, 3], 0.5, transfer=0.25), as_placement("v", 2), 1, 1.0, True
     ),
     OrderProblem(Costs([1, 2], [1, 1], [1, 3]), (1, 0), 2, 2.0, True),
     OrderProblem(Costs([1, 2], [1, 0], [1, 0], transfer=1), (0, 1), 2, 2.0, True),
@@ -153,7 +153,7 @@ def test_eight_devices():
     data=st.data(),
 )
 def test_the_heuristics_give_complete_tables_within_the_memory(p, m, memory, split, shape, data):
-    home = placement_named(shape, p)
+    home = as_placement(shape, p)
     amounts = [st.sampled_from([low, 0.5, 1.0, 1.75, 4.0]) for low in (0.0, 0.0, 0.0, 0.25, 0.0)]
     values = [data.draw(st.lists(x, min_size=len(home), max_size=len(home))) for x in amounts]
     names = ("forward", "input_grad", "weight_grad", "activations", "weight_activations")
@@ -175,8 +175,8 @@ def test_the_heuristics_give_complete_tables_within_the_memory(p, m, memory, spl
 @pytest.mark.parametrize("memory", [1, 2.5, 4, 8])
 @pytest.mark.parametrize("split", [True, False])
 def test_never_slower_than_a_named_schedule_that_fits(shape, memory, split):
-    costs = UNEVEN if shape == "loop" else UNEVEN.over(placement_named("v", 4))
-    problem = OrderProblem(costs, placement_named(shape, 4), 6, memory, split)
+    costs = UNEVEN if shape == "loop" else UNEVEN.over(as_placement("v", 4))
+    problem = OrderProblem(costs, as_placement(shape, 4), 6, memory, split)
     found = search(costs, 4, 6, memory=memory, placement=shape, split=split, seconds=0)
     for _, schedule in named_schedules(problem):
         if problem.fits(schedule):
@@ -187,7 +187,7 @@ def test_never_slower_than_a_named_schedule_that_fits(shape, memory, split):
 def test_uneven_stages_are_solved_and_beat_every_named_schedule():
     found = search(UNEVEN, 4, 8, memory=4, seconds=5, workers=1)
     assert found.proof.status == "optimal"
-    problem = OrderProblem(UNEVEN, placement_named("loop", 4), 8, 4, True)
+    problem = OrderProblem(UNEVEN, as_placement("loop", 4), 8, 4, True)
     fitting = [problem.makespan(s) for _, s in named_schedules(problem) if problem.fits(s)]
     assert fitting and found.proof.makespan < min(fitting)
 
@@ -195,8 +195,8 @@ def test_uneven_stages_are_solved_and_beat_every_named_schedule():
 def test_memory_that_counts_what_a_weight_gradient_needs():
     """Kept from I to W is a quarter: more forwards fit before the first W."""
     costs = Costs(activations=4, weight_activations=1)
-    problem = OrderProblem(costs, placement_named("loop", 3), 6, 3, True)
-    full = OrderProblem(Costs(activations=4), placement_named("loop", 3), 6, 3, True)
+    problem = OrderProblem(costs, as_placement("loop", 3), 6, 3, True)
+    full = OrderProblem(Costs(activations=4), as_placement("loop", 3), 6, 3, True)
     assert proved(problem)[1] <= proved(full)[1]
     late = problem.table(
         "late", [[(s, Kind.F), (s, Kind.I)] * 6 + [(s, Kind.W)] * 6 for s in range(3)]
@@ -208,7 +208,7 @@ def test_memory_that_counts_what_a_weight_gradient_needs():
 def test_actions_of_no_length_keep_their_order():
     """Several of them at one moment: I before its W, though W gives memory back."""
     seconds = [0.25, 1, 3, 2, 0.5, 0.25], [1.5, 0, 2, 0.5, 0, 0.25], [0.25, 0, 3, 3, 3, 1.5]
-    problem = OrderProblem(Costs(*seconds), placement_named("loop", 3, 2), 2, math.inf, True)
+    problem = OrderProblem(Costs(*seconds), as_placement("loop", 3, 2), 2, math.inf, True)
     assert problem.fits(validate(proved(problem, seconds=5)[0]))
 
 

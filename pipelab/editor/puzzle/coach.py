@@ -41,8 +41,7 @@ def coach(draft: Draft, steps: int = STEPS) -> Advice:
     # The next one of every device: by their times alone, those of no length could come too early.
     rows = zip(best.rows, draft.rows, strict=True)
     following = [a for row, placed in rows for a in row[len(placed) :][:1]]
-    able = [a for a in following if draft.placed.issuperset(draft.task.needs[a])]
-    move = min(able, key=lambda a: (best.spans[a], a.stage))
+    move = min(draft.able(following), key=lambda a: (best.spans[a], a.stage))
     makespan = best.timeline.makespan
     instead = {
         a: finish(draft.put(a), steps).timeline.makespan

@@ -189,10 +189,13 @@ class Draft:
         device = self.task.device(action)
         return self.with_row(device, [a for a in self.rows[device] if a != action])
 
+    def able(self, actions: Iterable[Action]) -> list[Action]:
+        """Those whose needs are all placed."""
+        return [a for a in actions if self.placed.issuperset(self.task.needs[a])]
+
     def ready(self) -> list[Action]:
         """Every action that may be placed at the end of its row."""
-        left = [a for device in range(self.task.devices) for a in self.left(device)]
-        able = [a for a in left if self.placed.issuperset(self.task.needs[a])]
+        able = self.able(a for row in self.task.actions for a in row if a not in self.placed)
         return [a for a in able if a.kind is not Kind.F or self.put(a).can_finish]
 
     # ---- what can run of it
@@ -203,8 +206,7 @@ class Draft:
         now = Draft.of(self.task)
         while True:
             following = self._beyond(now)
-            able = [a for a in following if now.placed.issuperset(self.task.needs[a])]
-            able = [a for a in able if not now.put(a).over_cap]
+            able = [a for a in now.able(following) if not now.put(a).over_cap]
             if not able:
                 return now if following else self
             for action in able:
@@ -219,8 +221,9 @@ class Draft:
         stuck = self._beyond(self.running)
         if not stuck:
             return self
-        never = [a for a in stuck if not self.placed.issuperset(self.task.needs[a])]
-        return self.without((never or stuck)[0]).settled()
+        able = self.able(stuck)
+        first = next((a for a in stuck if a not in able), stuck[0])
+        return self.without(first).settled()
 
     def _beyond(self, part: "Draft") -> list[Action]:
         """The first action of each row behind the same row of a part of the draft."""

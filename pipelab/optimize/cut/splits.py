@@ -17,6 +17,7 @@ import numpy as np
 from pipelab.optimize.cut.intervals import split_intervals
 from pipelab.optimize.cut.profiles import Profile
 from pipelab.optimize.cut.stages import CutStage, Partition
+from pipelab.optimize.cut.uniform import check_stages
 
 METHODS = ("uniform", "parameters", "type:REGEX", "time", "size", "pipedream")
 
@@ -39,8 +40,7 @@ def split_layers(
     [3, 1]
     """
     n = len(profile.layers)
-    if not 1 <= stages <= n:
-        raise ValueError(f"{stages} stages for {n} layers: a stage needs at least one layer")
+    check_stages(stages, n)
     cost = sums(_weights_of(profile, method))
     weights, activations = sums(profile.of("weights")), sums(profile.of("activations"))
 

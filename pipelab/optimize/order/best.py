@@ -11,11 +11,10 @@ from pipelab.optimize.bounds import bound
 from pipelab.optimize.order.exact import SolverModel, solver_library
 from pipelab.optimize.order.found import Found, Proof
 from pipelab.optimize.order.list_scheduler import drafts, every_rule, fuse, greedy_order
-from pipelab.optimize.order.problem import OrderProblem, placement_named
+from pipelab.optimize.order.problem import OrderProblem, as_placement
 from pipelab.predict.costs import CostError, Costs, Recompute
 from pipelab.schedules import SCHEDULES, make, takes
 from pipelab.table.action import Kind, Reads, ScheduleError, check_counts
-from pipelab.table.placement import check_placement
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import repeat
 from pipelab.table.validate import check_type
@@ -60,7 +59,6 @@ def search(
 
     The result is never slower than a named schedule that fits. Its `proof` has the bound: the
     larger one of `bound` and the solver's. Ctrl-C ends the search with the best so far.
-
     ScheduleError for sizes that make no sense or have more than 200,000 actions, and for memory
     below 1 micro-batch; CostError for costs that do not fit; ImportError without OR-Tools.
 
@@ -73,7 +71,10 @@ def search(
     check_type(Real, seconds=seconds, workers=workers)
     if not (seconds >= 0 and workers >= 0):
         raise ScheduleError(f"seconds={seconds!r}, workers={workers!r}: give numbers of at least 0")
-    problem = _problem(costs, devices, microbatches, memory, placement, virtual, split)
+    devices, microbatches = check_counts(devices=devices, microbatches=microbatches)
+    home = as_placement(placement, devices, virtual)
+    problem = OrderProblem(costs, home, microbatches, devices if memory is None else memory, split)
+    _check_searchable(problem)
     if seconds > 0:
         solver_library()  # or its error at once; its import does not count
     best = _Best(problem)
@@ -85,34 +86,19 @@ def search(
     return best.found(batches)
 
 
-def _problem(
-    costs: Costs,
-    devices: int,
-    microbatches: int,
-    memory: float | None,
-    placement: str | Sequence[int],
-    virtual: int,
-    split: bool,
-) -> OrderProblem:
-    devices, microbatches = check_counts(devices=devices, microbatches=microbatches)
-    if isinstance(placement, str):
-        home = placement_named(placement, devices, virtual)
-    else:
-        home = check_placement(placement, devices, each=True)
-    limit = devices if memory is None else memory
-    problem = OrderProblem(costs, home, microbatches, limit, split)
+def _check_searchable(problem: OrderProblem) -> None:
     if problem.actions > LARGEST:
         raise ScheduleError(
-            f"microbatches={microbatches} in {problem.stages} stages: {problem.actions:,} actions. "
-            f"The search takes {LARGEST:,}: give fewer micro-batches, whose steady state repeats"
+            f"microbatches={problem.microbatches} in {problem.stages} stages: {problem.actions:,} "
+            f"actions. The search takes {LARGEST:,}: give fewer micro-batches, whose steady state "
+            "repeats"
         )
-    if costs.recompute is not Recompute.NEVER:
+    if problem.costs.recompute is not Recompute.NEVER:
         raise CostError(
-            f"recompute={costs.recompute}: the search knows no recomputation. Use "
+            f"recompute={problem.costs.recompute}: the search knows no recomputation. Use "
             "Recompute.NEVER, and where forwards run every time again (ALWAYS) add their "
             "seconds to input_grad; activations are then those of the boundary"
         )
-    return problem
 
 
 class _Best:

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -73,51 +73,84 @@ def greedy_order(
                `window`
     allowance  seconds that a device may wait though others have waited less
     """
-    return _Devices(problem, rule, given, allowance, window).run()
+    devices = []
+    for number, stages in enumerate(problem.stages_of):
+        row = deque(given[number]) if given else None
+        waits = allowance[number] if allowance else 0.0
+        devices.append(_Device(number, stages, _by_rule(rule, stages), row, waits))
+    return _ListScheduler(problem, rule, devices, window).run()
 
 
-class _Devices:
-    """The devices at work: what each is free for, holds, and has been sent."""
+def _by_rule(rule: Rule, stages: Sequence[int]) -> list[Cell]:
+    """A device's actions, the most urgent first. Its oldest micro-batch is in its last stage on the
+    way there, and in its first one on the way back."""
+    orders = {kind: reversed(stages) if kind is Kind.F else stages for kind in rule.order}
+    return [(stage, kind) for kind, order in orders.items() for stage in order]
+
+
+@dataclass
+class _Device:
+    """A device at work.
+
+    stages     its own
+    urgent     its actions, the most urgent first
+    given      of its F and I those still to come, where their order is given
+    allowance  seconds that it may wait though others have waited less
+    row        what it has started
+    begin      seconds: the start of its first action
+    free       seconds: the end of its last action
+    idle       seconds without work in between
+    level      the memory that it holds
+    """
+
+    number: int
+    stages: list[int]
+    urgent: list[Cell]
+    given: deque[Cell] | None
+    allowance: float
+    row: list[Cell] = field(default_factory=list)
+    begin: float = 0.0
+    free: float = 0.0
+    idle: float = 0.0
+    level: float = 0.0
+
+
+class _ListScheduler:
+    """The devices, and what is done and on its way between them.
+
+    inputs  kind -> of each stage, when the inputs of its next actions are there, as far as known
+    events  when to look at which device
+    """
 
     def __init__(
-        self,
-        problem: OrderProblem,
-        rule: Rule,
-        given: Rows | None,
-        allowance: Sequence[float] | None,
-        window: int,
+        self, problem: OrderProblem, rule: Rule, devices: list[_Device], window: int
     ) -> None:
-        self.problem, self.rule, self.window = problem, rule, window
-        self.given = [deque(row) for row in given] if given else None
-        devices, stages = range(problem.devices), range(problem.stages)
-        self.allowance = allowance or [0.0 for _ in devices]
-        self.rows: list[list[Cell]] = [[] for _ in devices]
-        self.free, self.idle, self.level = ([0.0 for _ in devices] for _ in range(3))
-        self.begin = [0.0 for _ in devices]
-        self.done = {kind: [0 for _ in stages] for kind in problem.kinds}
-        # When the inputs of a stage's next actions are there, as far as that is known.
-        self.inputs = {kind: [deque[float]() for _ in stages] for kind in problem.kinds}
+        self.problem, self.rule, self.devices, self.window = problem, rule, devices, window
+        stages, kinds = range(problem.stages), problem.kinds
+        self.back = kinds[1]
+        self.done = {kind: [0 for _ in stages] for kind in kinds}
+        self.inputs = {kind: [deque[float]() for _ in stages] for kind in kinds}
         self.inputs[Kind.F][0].extend([0.0] * problem.microbatches)
-        self.events = [(0.0, problem.placement[0])]  # when to look at which device
+        self.events = [(0.0, problem.placement[0])]
         self.change = reserved(problem.change) if problem.split else problem.change
         self.most_ahead = self._in_time()
-        self.urgent = [[*self._by_rule(own)] for own in problem.stages_of]
 
     def run(self) -> GreedyOrder:
         """Until nothing is left to come: at each event, its device looks around."""
         while self.events:
-            now, device = heappop(self.events)
-            if self.free[device] <= now:
-                self._go_on(device, now)
+            now, number = heappop(self.events)
+            if self.devices[number].free <= now:
+                self._go_on(self.devices[number], now)
+        rows = [device.row for device in self.devices]
         span = math.inf  # unless all actions are there
-        if sum(map(len, self.rows)) == self.problem.actions:
-            span = max(end - begin for begin, end in zip(self.begin, self.free, strict=True))
-        return GreedyOrder(self.problem, self.rows, self.idle, span)
+        if sum(map(len, rows)) == self.problem.actions:
+            span = max(device.free - device.begin for device in self.devices)
+        return GreedyOrder(self.problem, rows, [device.idle for device in self.devices], span)
 
     def _in_time(self) -> list[float]:
         """How many forwards each stage may be ahead of its backwards."""
         problem, later, found = self.problem, 0.0, []
-        back = problem.seconds[problem.kinds[1]]
+        back = problem.seconds[self.back]
         for stage, forward in reversed([*enumerate(problem.seconds[Kind.F])]):
             share = self.rule.ahead
             if share < math.inf and forward:
@@ -128,25 +161,19 @@ class _Devices:
             later += forward + back[stage] + 2 * problem.delay[stage - 1] if stage else 0.0
         return found[::-1]
 
-    def _by_rule(self, stages: list[int]) -> Iterator[Cell]:
-        """A device's actions, the most urgent first. Its oldest micro-batch is in its last stage on
-        the way there, and in its first one on the way back."""
-        for kind in self.rule.order:
-            for stage in reversed(stages) if kind is Kind.F else stages:
-                yield stage, kind
-
-    def _as_given(self, device: int) -> list[Cell]:
-        """The next of the F and I, then the W whose I was first."""
-        assert self.given
-        waiting = [(s, self.inputs[Kind.W][s]) for s in self.problem.stages_of[device]]
-        ready = [(inputs[0], s) for s, inputs in waiting if inputs]
+    def _most_urgent(self, device: _Device) -> list[Cell]:
+        """By the rule; or of a given order the next F and I, then the W whose I was first."""
+        if device.given is None:
+            return device.urgent
+        waiting = [(self.inputs[Kind.W][s], s) for s in device.stages]
+        ready = [(inputs[0], s) for inputs, s in waiting if inputs]
         weights = [(min(ready)[1], Kind.W)] if ready else []
-        return [*itertools.islice(self.given[device], self.window), *weights]
+        return [*itertools.islice(device.given, self.window), *weights]
 
-    def _go_on(self, device: int, now: float) -> None:
+    def _go_on(self, device: _Device, now: float) -> None:
         """Start the most urgent action, unless it pays to wait for another one."""
         arrival = math.inf  # of the first more urgent one
-        for stage, kind in self._as_given(device) if self.given else self.urgent[device]:
+        for stage, kind in self._most_urgent(device):
             inputs = self.inputs[kind][stage]
             if not inputs or (kind is Kind.F and not self._has_room(device, stage)):
                 continue
@@ -156,63 +183,60 @@ class _Devices:
                 self._start(device, stage, kind, now)
                 return
         if arrival < math.inf:  # look again then
-            heappush(self.events, (arrival, device))
+            heappush(self.events, (arrival, device.number))
 
-    def _waits(self, device: int, now: float, arrival: float, stage: int, kind: Kind) -> bool:
+    def _waits(self, device: _Device, now: float, arrival: float, stage: int, kind: Kind) -> bool:
         """Whether the device waits for the more urgent action instead of starting this one."""
         seconds, patience = self.problem.seconds[kind][stage], self.rule.patience
         if patience is not None:
             return now + patience * seconds > arrival
         # It may wait as long as another one has: the span is that of the slowest anyway.
-        most = max(*self.idle, self.allowance[device])
-        return now + seconds > arrival and self.idle[device] + arrival - now <= most
+        most = max(device.allowance, *(other.idle for other in self.devices))
+        return now + seconds > arrival and device.idle + arrival - now <= most
 
-    def _has_room(self, device: int, stage: int) -> bool:
+    def _has_room(self, device: _Device, stage: int) -> bool:
         """Whether every micro-batch here can still come to its end after this forward.
 
         Those that have been in all of the device's stages can: they give back what they hold. Of
         the others the oldest one needs room for the rest of its forwards; then that is free for the
         next one (the banker's algorithm).
         """
-        problem, size, done = self.problem, self.change[Kind.F], self.done
-        limit = problem.memory * (1 + SLACK)
-        ahead = done[Kind.F][stage] - done[problem.kinds[1]][stage]
-        if ahead >= self.most_ahead[stage] or self.level[device] + size[stage] > limit:
+        size, done = self.change[Kind.F], self.done
+        limit = self.problem.memory * (1 + SLACK)
+        ahead = done[Kind.F][stage] - done[self.back][stage]
+        if ahead >= self.most_ahead[stage] or device.level + size[stage] > limit:
             return False
-        stages = problem.stages_of[device]
-        if len(stages) == 1:
+        if len(device.stages) == 1:
             return True
         # Micro-batch number `oldest` is the first that has not been in all of them.
-        forwards = [done[Kind.F][s] + (s == stage) for s in stages]
+        forwards = [done[Kind.F][s] + (s == stage) for s in device.stages]
         oldest = min(forwards)
-        needs = (size[s] * max(n - oldest, 1) for s, n in zip(stages, forwards, strict=True))
-        return sum(needs) <= limit
+        pairs = zip(device.stages, forwards, strict=True)
+        return sum(size[s] * max(n - oldest, 1) for s, n in pairs) <= limit
 
-    def _start(self, device: int, stage: int, kind: Kind, now: float) -> None:
-        problem, free = self.problem, self.free[device]
-        end = now + problem.seconds[kind][stage]
-        if self.rows[device]:
-            self.idle[device] += now - free
+    def _start(self, device: _Device, stage: int, kind: Kind, now: float) -> None:
+        problem = self.problem
+        if device.row:
+            device.idle += now - device.free
         else:
-            self.begin[device] = now
-        self.inputs[kind][stage].popleft()
-        self.rows[device].append((stage, kind))
+            device.begin = now
+        device.row.append((stage, kind))
+        device.level += self.change[kind][stage]
+        device.free = end = now + problem.seconds[kind][stage]
         self.done[kind][stage] += 1
-        self.level[device] += self.change[kind][stage]
-        self.free[device] = end
+        self.inputs[kind][stage].popleft()
         # When it is free again, and at every arrival: nothing else can let a device start
         # something.
-        heappush(self.events, (end, device))
-        if self.given and kind is not Kind.W:  # W has no place in a given order
-            self.given[device].remove((stage, kind))
+        heappush(self.events, (end, device.number))
+        if device.given and kind is not Kind.W:  # W has no place in a given order
+            device.given.remove((stage, kind))
         # What takes its output, and W, which follows I.
-        back = problem.kinds[1]
         if kind is Kind.F and stage + 1 < problem.stages:
             self._arrives(Kind.F, stage + 1, end + problem.delay[stage])
         elif kind is Kind.F:
-            self._arrives(back, stage, end)
-        elif kind is back and stage:
-            self._arrives(back, stage - 1, end + problem.delay[stage - 1])
+            self._arrives(self.back, stage, end)
+        elif kind is self.back and stage:
+            self._arrives(self.back, stage - 1, end + problem.delay[stage - 1])
         if kind is Kind.I:
             self._arrives(Kind.W, stage, end)
 

@@ -21,7 +21,7 @@ from pipelab.table.action import (
     check_counts,
     insert_updates,
 )
-from pipelab.table.placement import loop_placement, stages_of, v_placement
+from pipelab.table.placement import check_placement, loop_placement, stages_of, v_placement
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import check_type
 
@@ -29,13 +29,15 @@ SLACK = 1e-6  # of a limit of memory: less is rounding
 PLACEMENTS = ("loop", "v")
 
 
-def placement_named(placement: str, devices: int, virtual: int = 1) -> tuple[int, ...]:
-    """The placement of that name, "loop" or "v"; ScheduleError for another one.
+def as_placement(placement: str | Sequence[int], devices: int, virtual: int = 1) -> tuple[int, ...]:
+    """The placement named "loop" or "v", or this one, stage -> device; ScheduleError for another.
 
-    >>> placement_named("loop", 3), placement_named("v", 3)
+    >>> as_placement("loop", 3), as_placement("v", 3)
     ((0, 1, 2), (0, 1, 2, 2, 1, 0))
     """
     devices, virtual = check_counts(devices=devices, virtual=virtual)
+    if not isinstance(placement, str):
+        return check_placement(placement, devices, each=True)
     if placement not in PLACEMENTS:
         raise ScheduleError(f"placement={placement!r}: use {' or '.join(map(repr, PLACEMENTS))}")
     if placement == "loop":

@@ -29,7 +29,7 @@ with unequal loads, messages that share a card, formats below 16 bits, DualPipe'
 forward and a backward; recomputation of some of a stage's layers.
 """
 
-from pipelab.optimize.plan.answer import Answer, RunnerUp, plan
+from pipelab.optimize.plan.answer import Answer, RunnerUp, find_plan
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, FLUSH, SPLIT, Problem, TrainingChoice
 from pipelab.optimize.plan.estimates import Estimate, estimate, table_for
 from pipelab.optimize.plan.machine import MACHINES, Machine
@@ -50,7 +50,8 @@ __all__ = [
     "TrainingChoice",
     "Transformer",
     "estimate",
+    "find_plan",
     "makespan",
-    "plan",
     "table_for",
 ]
+plan = find_plan  # its name in a notebook

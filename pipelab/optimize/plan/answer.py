@@ -118,14 +118,14 @@ def techniques(problem: Problem) -> str:
     return f"on: {', '.join(on) or 'nothing'}; off: {', '.join(off) or 'nothing'}"
 
 
-def plan(problem: Problem) -> Answer:
+def find_plan(problem: Problem) -> Answer:
     """The fastest way to train that fits; ValueError, and by how much, where nothing does.
 
     Every choice is judged by the simulator, or left out because a bound says that it cannot win.
 
     >>> from pipelab.optimize.plan import MACHINES, Transformer
     >>> small = Transformer(layers=6, hidden=512, heads=8, sequence=512, vocabulary=8192)
-    >>> print(plan(Problem(small, MACHINES["p3.16xlarge"], devices=2, batch=8)).best.choice)
+    >>> print(find_plan(Problem(small, MACHINES["p3.16xlarge"], devices=2, batch=8)).best.choice)
     pipedream_flush p=1 replicas=2 micro-batch=1 m=4 recompute=never
     """
     search, limit = Enumeration(problem), problem.machine.memory

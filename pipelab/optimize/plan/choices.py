@@ -1,7 +1,7 @@
 """The question: a model, a machine, a batch; and every answer that it can have."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import combinations, pairwise, product
@@ -21,7 +21,7 @@ from pipelab.table.placement import loop_placement, v_placement
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
 IN_A_V = ("v_half", "v_min", "dualpipe_v", "zb_v")  # two chunks a device, there and back
 SPLIT = ("zb_h1", "zb_h2", "zb", *IN_A_V)  # backwards in two parts, with a flush
-MADE = {"zb": 20_000, "zb_v": 20_000}  # searched for: actions of the largest table, in seconds
+MADE = {"zb": 20_000, "zb_v": 20_000}  # by a search, which takes seconds for so many actions
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 MOST_CHUNKS = 16  # a device
 MOST = 10**9  # devices, and samples of a batch
@@ -137,15 +137,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_counts(devices=self.devices, batch=self.batch)
-        if isinstance(self.model, Profile) and not self.model.time:
-            raise ValueError(
-                "the profile has no times: measure them, or give a transformer's sizes"
-            )
-        if isinstance(self.model, Profile) and self.model.samples is None:
-            raise ValueError(
-                "the profile does not say of how many samples its times are: give their number as "
-                "`samples`, on the command line as --samples"
-            )
+        if isinstance(self.model, Profile):
+            _check_profile(self.model)
         known = (*FLUSH, *SPLIT, *ASYNCHRONOUS)
         if strange := [name for name in self.schedules if name not in known]:
             raise ScheduleError(f"schedule {strange[0]!r} is not planned with: there are {known}")
@@ -159,10 +152,10 @@ class Problem:
         defaults = (7.0, 1) if isinstance(self.model, Transformer) else (2.0, 0)
         for name, value in zip(("optimizer", "zero"), defaults, strict=True):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        # Functions that remember what they have returned.
+                vars(self)[name] = value
+        # Every choice asks for these: the problem keeps what they returned.
         for name in ("profile", "totals", "balance"):
-            object.__setattr__(self, name, cache(getattr(self, name)))
+            vars(self)[name] = cache(getattr(self, name))
 
     def _check_shared(self) -> None:
         """ValueError for devices that cannot share a layer, a sequence or the experts."""
@@ -249,45 +242,51 @@ class Problem:
     ) -> Iterator[TrainingChoice]:
         """The choices of one pipeline length: schedules and chunks, balances, micro-batches."""
         samples = self.batch // replicas
-        modes = [(mode, "all") for mode in Recompute]
-        if isinstance(self.model, Transformer):
-            modes.append((Recompute.NEVER, "full"))
-            if not self.flash:  # it has no squares to drop
-                modes.insert(-1, (Recompute.NEVER, "selective"))
-        like_1f1b = {*FLUSH, *SPLIT} - {"pipedream_flush"} if p == 1 else set()
-        for schedule in self.schedules:
-            if schedule in like_1f1b and "pipedream_flush" in self.schedules:
-                continue  # on one device it is the same, or holds more
+        for schedule in self._schedules(p):
             for v in self._chunks(schedule, p):
-                for balance in self._balances(tensor, p * v):
-                    for b in _divisors(samples):
-                        m = samples // b
-                        if not self._is_table(schedule, p, v, m):
-                            continue
-                        sizes = schedule, p, replicas, v, b, m
-                        rounds = [1]  # full ones of p; where p does not divide m, longer ones, too
-                        if schedule == "interleaved" and m > p and m % p:
-                            rounds += [-(-m // (m // p))]
-                        for (mode, keep), longest in product(modes, rounds):
-                            yield TrainingChoice(
-                                *sizes, mode, balance, tensor, keep, context, longest
-                            )
+                for balance, b in product(self._balances(tensor, p * v), _divisors(samples)):
+                    m = samples // b
+                    if not _is_table(schedule, p, v, m):
+                        continue
+                    rounds = _longest_rounds(schedule, p, m)
+                    for (recompute, keep), longest in product(self._recomputations(), rounds):
+                        yield TrainingChoice(
+                            schedule=schedule,
+                            pipeline=p,
+                            replicas=replicas,
+                            virtual=v,
+                            microbatch=b,
+                            microbatches=m,
+                            recompute=recompute,
+                            balance=balance,
+                            tensor=tensor,
+                            keep=keep,
+                            context=context,
+                            longest=longest,
+                        )
+
+    def _schedules(self, p: int) -> Sequence[str]:
+        """The schedules asked for; one device needs only 1F1B of those with a flush: the others are
+        the same there, or hold more."""
+        if p > 1 or "pipedream_flush" not in self.schedules:
+            return self.schedules
+        others = {*FLUSH, *SPLIT} - {"pipedream_flush"}
+        return [name for name in self.schedules if name not in others]
+
+    def _recomputations(self) -> list[tuple[Recompute, str]]:
+        """What a backward runs again: a stage's forward, or a part of each layer (`keep`)."""
+        found = [(mode, "all") for mode in Recompute]
+        if isinstance(self.model, Transformer):
+            if not self.flash:  # which has no squares to drop
+                found.append((Recompute.NEVER, "selective"))
+            found.append((Recompute.NEVER, "full"))
+        return found
 
     def _chunks(self, schedule: str, p: int) -> Iterable[int]:
         most = min(self.layers // p, MOST_CHUNKS)
         if schedule in IN_A_V:
             return [2] if most > 1 else []
         return range(2, most + 1) if schedule == "interleaved" else [1]
-
-    @staticmethod
-    def _is_table(schedule: str, p: int, v: int, m: int) -> bool:
-        """Whether there is such a table, and one that is made in seconds."""
-        if m < {"pipedream_2bw": p, "dualpipe_v": 2 * p}.get(schedule, 0):
-            return False  # no version to read yet; or not enough for both ends
-        if schedule == "pipedream_flush":
-            m = shorter(schedule, p, m)
-        # A forward and a backward at least, of every stage and micro-batch.
-        return 2 * p * v * m <= MADE.get(schedule, LARGEST)
 
     def _balances(self, tensor: int, stages: int) -> Iterable[tuple[int, ...]]:
         """Every cut where these are few; else the best by time and the best by size."""
@@ -317,9 +316,9 @@ class Problem:
         state = self._state(weights, own)
         if self.zero == 3:
             gather = self._summed(choice, weights, experts, passes=1)
+            join = np.maximum if self.overlap else np.add
             for name in ("forward", "input_grad"):
-                beside = np.maximum(sizes[name], gather)
-                sizes[name] = beside if self.overlap else sizes[name] + gather
+                sizes[name] = join(sizes[name], gather)
             state = state + 2 * max(profile.of("weights"))  # of a layer that was gathered
             sizes["weights"] = own
         # [2] the update
@@ -404,6 +403,33 @@ class Problem:
 
 
 PER_SAMPLE = (*PASSES, "activations", "weight_activations")  # grow with the micro-batch
+
+
+def _check_profile(profile: Profile) -> None:
+    if not profile.time:
+        raise ValueError("the profile has no times: measure them, or give a transformer's sizes")
+    if profile.samples is None:
+        raise ValueError(
+            "the profile does not say of how many samples its times are: give their number as "
+            "`samples`, on the command line as --samples"
+        )
+
+
+def _is_table(schedule: str, p: int, v: int, m: int) -> bool:
+    """Whether there is such a table, and one that is made in seconds."""
+    if m < {"pipedream_2bw": p, "dualpipe_v": 2 * p}.get(schedule, 0):
+        return False  # no version to read yet; or not enough for both ends
+    if schedule == "pipedream_flush":
+        m = shorter(schedule, p, m)
+    # A forward and a backward at least, of every stage and micro-batch.
+    return 2 * p * v * m <= MADE.get(schedule, LARGEST)
+
+
+def _longest_rounds(schedule: str, p: int, m: int) -> list[int]:
+    """What `longest` may be: 1 for rounds of p; where p does not divide m, longer rounds, too."""
+    if schedule == "interleaved" and m > p and m % p:
+        return [1, -(-m // (m // p))]
+    return [1]
 
 
 @cache

@@ -45,12 +45,9 @@ class Enumeration:
         """The fastest allowed choice that fits; of equally fast ones that with least memory."""
         fitting: list[Estimate] = []
         fastest = math.inf  # seconds
-        families: set[TrainingChoice] = (
-            set()
-        )  # choices without their balance: their layers were cut
-        cuts: set[TrainingChoice] = set()  # what became of them
-        number = count()  # so that equal bounds are taken in this order
-        queue = [(self.seconds[choice], next(number), choice) for choice in self.fastest_first]
+        cuts: dict[TrainingChoice, list[TrainingChoice]] = {}  # new ones, by choice without balance
+        order = count()  # of equal bounds the first to come is the first to go
+        queue = [(self.seconds[choice], next(order), choice) for choice in self.fastest_first]
         while queue:
             bound, _, choice = heappop(queue)
             # [1] No later choice can be as fast.
@@ -67,22 +64,35 @@ class Enumeration:
                     fastest = min(fastest, found.step)
                 elif found.step <= fastest * SLACK:  # inputs that wait in buffers are too much
                     excess = found.memory - memory
-            # [3] Cut its layers for this memory, or for less, if that is still too much.
-            family = choice._replace(balance=())
-            tries: list[TrainingChoice | None] = []
-            if family not in families:
-                tries = [self.fastest_cut(family, memory)]
-            elif choice in cuts and excess:
-                room = self.bytes[choice] - excess
-                tries = [self.fastest_cut(family, room), self.smallest_cut(family)]
-            families.add(family)
-            new = next((cut for cut in tries if cut and cut not in cuts), None)
-            if new:
-                cuts.add(new)
-                self._bound(new)
-                heappush(queue, (self.seconds[new], next(number), new))
+            # [3] Cut its layers anew: the new choice waits for its turn like any other.
+            if new := self._cut_anew(choice, memory, excess, cuts):
+                heappush(queue, (self.seconds[new], next(order), new))
         close = [found for found in fitting if found.step <= fastest * SLACK]
         return min(close, key=lambda found: found.memory, default=None)
+
+    def _cut_anew(
+        self,
+        choice: TrainingChoice,
+        memory: float,
+        excess: float,
+        cuts: dict[TrainingChoice, list[TrainingChoice]],
+    ) -> TrainingChoice | None:
+        """The choice with another cut of its layers, if one is worth a try: for this memory, and
+        where such a cut needs `excess` bytes more than that, for as much less."""
+        family = choice._replace(balance=())
+        tries: list[TrainingChoice | None] = []
+        if family not in cuts:
+            tries = [self.fastest_cut(family, memory)]
+        elif excess and choice in cuts[family]:
+            room = self.bytes[choice] - excess
+            tries = [self.fastest_cut(family, room), self.smallest_cut(family)]
+        known = cuts.setdefault(family, [])
+        for new in tries:
+            if new and new not in known:
+                known.append(new)
+                self._bound(new)
+                return new
+        return None
 
     def smallest(self) -> Estimate:
         """The choice that needs least memory."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.optimize.bounds import gap_of_longer
+from pipelab.optimize.bounds import Bound, gap_of_longer
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, Problem, TrainingChoice
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
@@ -46,8 +46,8 @@ class Estimate:
         `pipelab.optimize.bounds.gap`. Without a flush above the work of the busiest device."""
         problem, choice = self.problem, self.choice
         if choice.schedule in ASYNCHRONOUS:
-            least = least_seconds(choice, problem.of_stages(choice))
-            return round(self.step / least - 1, 12) + 0.0  # rounding below 0 is 0, not -0
+            least = Bound({"busiest device": least_seconds(choice, problem.of_stages(choice))})
+            return least.gap(self.step)
         costs = problem.costs(choice)
         part, makespan = table_for(choice, costs, whole=False), self.step - costs.overhead
         return gap_of_longer(part, costs, choice.microbatches, makespan)

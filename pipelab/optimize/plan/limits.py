@@ -104,9 +104,8 @@ def _counts(schedule: str, p: int, v: int, m: int, longest: int) -> Any:
     if schedule in MADE or schedule in IN_A_V:
         return _counts_of_table(schedule, p, v, m)
     theory = THEORY[schedule]
-    absent = (
-        -m % p if v > 1 and longest == p else 0
-    )  # interleaved is built for full rounds, and loses these
+    # Interleaved is built for full rounds, and loses the absent micro-batches.
+    absent = -m % p if v > 1 and longest == p else 0
     sizes = p, m + absent, v, 2 * p if schedule in ASYNCHRONOUS else 1
     found = []
     for stage in range(p * v):
