@@ -133,7 +133,8 @@ class TorchArithmetic(reference.Arithmetic):
                     if p.grad is not None and (count or name not in total):
                         # The optimizer steps with zeros.
                         total[name] = (p.grad if count else torch.zeros_like(p.grad)).to_dense()
-                    p.grad = None
+            for p in stages.parameters():  # now, since tied ones are in two stages
+                p.grad = None
         return float(mean.detach()), count, float(weight)
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
