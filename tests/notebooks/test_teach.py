@@ -1,7 +1,9 @@
 """Guess and check: what all exercises share."""
 
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,3 +167,22 @@ def test_a_lecture_goes_on_with_what_passes():
     assert theirs is teach.yours("05-1", None) and theirs(4, 2) == 1
     with pytest.raises(ValueError, match="'05-2' has nothing to go on with"):
         teach.yours("05-2", mine)
+
+
+def test_a_lecture_has_its_devices_where_accelerators_are_too_few():
+    code = """
+import jax, teach
+jax.devices()  # JAX was used before
+real, jax.device_count = jax.device_count, lambda: 1
+teach.jax_devices(4)
+jax.device_count = real
+teach.jax_devices(4)  # the first cell, run again
+print(jax.devices(), float(jax.numpy.ones(3).sum()))
+"""
+    folder = Path(__file__).parents[2] / "notebooks"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
+    said, devices = done.stdout.splitlines()
+    assert said.startswith("This lecture takes 4 devices, and JAX finds 1 here (cpu)")
+    assert devices.count("CpuDevice") == 4 and devices.endswith(" 3.0")
