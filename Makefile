@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE  # every process that a test starts would compi
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
-lab: .venv/.ready  ## set up, then open JupyterLab on the course
+lab: .venv/.ready$(if $(GPU),-gpu)  ## set up, then open JupyterLab on the course; GPU=1: with JAX for NVIDIA
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test:  ## set up, then lint, types, unit tests, doctests, notebooks: about 12 minutes on two cores
@@ -72,6 +72,10 @@ clean:  ## remove the environment and caches
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pipelab needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[all]'
+	@touch $@
+
+.venv/.ready-gpu: .venv/.ready
+	$(BIN)/pip install --quiet --editable '.[gpu]'
 	@touch $@
 
 .PHONY: help lab test test-all check fuzz mutants notebooks bench gpu site images clean

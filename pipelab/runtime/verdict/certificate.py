@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.runtime.verdict.views import Floor, Lazy, Tensors, Views, equal
+from pipelab.runtime.verdict.views import Array, Floor, Tensors, Views, equal
 
 TOLERANCE = 3.0  # right runs reach 1; see tests/runtime/verdict/test_mutations.py for broken ones
 DRAWS = 8  # second opinions on a tensor that looks wrong: a relu may fall on either side in each
@@ -137,10 +137,10 @@ class Comparison:
     def add(
         self,
         name: str,
-        run: Lazy | np.ndarray | float,
-        truth: Lazy | np.ndarray | float,
+        run: Array,
+        truth: Array,
         floor: float | np.ndarray | Floor = 0.0,
-        own: Lazy | np.ndarray | float | None = None,
+        own: Array | None = None,
         again: Iterable[Any] = (),
         *,
         unset: np.ndarray | bool = False,
@@ -157,37 +157,26 @@ class Comparison:
         Returns how large an error would have failed, as a share of the truth; None for a tensor
         that cannot be judged.
         """
-        check, unset = self.check, unset if isinstance(unset, bool) else np.atleast_1d(unset)
-        arrays = run, truth = Lazy.of(run), Lazy.of(truth)
-        if run.shape != truth.shape:
-            check.passed, check.worst, check.ratio = False, name, np.inf
+        check, tensors = self.check, Tensors.of(run, truth, floor, own, unset)
+        if tensors.run.shape != tensors.truth.shape:
             check.max_abs = check.max_rel = np.inf
-            check.tensors = {"run": run.whole(), "truth": truth.whole()}
+            self._note(name, np.inf, tensors)
             return None
-        if not truth.size:
+        if not tensors.truth.size:
             return None
-        if isinstance(floor, np.ndarray):
-            given = np.atleast_1d(floor)
-            floor = lambda rows, *_: given[rows]  # noqa: E731
-        if own is None and floor == 0 and equal(*arrays):
+        if own is None and isinstance(floor, float) and equal(tensors.run, tensors.truth):
             return 0.0  # as most of what was only saved or sent: it is read once
-        tensors = Tensors(*arrays, floor, None if own is None else Lazy.of(own), unset)
         found = Views(tensors, check.tolerance, whole=whole)
         # Second opinions cost a forward and a backward each: only where the first looks wrong.
         for opinion in again if found.ratio > check.tolerance else ():
-            tensors.opinions.append(Lazy.of(opinion))
+            tensors.hear(opinion)
             found.measure()
             if found.ratio <= check.tolerance:
                 break
         # Of every tensor, whether its error is rounding or not: what failed is told by the ratio
         # alone.
         check.max_abs = max(check.max_abs, float(found.errors[0][1]))
-        if found.ratio > check.ratio:
-            check.ratio, check.worst = found.ratio, name + found.worst
-            check.passed = check.ratio <= check.tolerance
-            check.tensors = {}
-            if not check.passed:
-                check.tensors = {"run": run.whole(), "truth": truth.whole()}
+        self._note(name + found.worst, found.ratio, tensors)
         if whole:
             return None
         blind = found.blind()
@@ -197,6 +186,14 @@ class Comparison:
             return None
         check.max_rel = max(check.max_rel, found.relative)
         return float(check.tolerance * found.share)
+
+    def _note(self, name: str, ratio: float, tensors: Tensors) -> None:
+        """Keep it if it is the worst so far."""
+        check = self.check
+        if ratio > check.ratio:
+            check.ratio, check.worst, check.passed = ratio, name, ratio <= check.tolerance
+            both = {} if check.passed else {"run": tensors.run, "truth": tensors.truth}
+            check.tensors = {which: array.whole() for which, array in both.items()}
 
     def verdict(self, rule: str, precision: str = "float64") -> Check:
         gradients, steps = (float(np.median(shares or [0.0])) for shares in self.visible)

@@ -69,28 +69,48 @@ def judge(
     # A layer may insist on a micro-batch's size.
     if whole and (by_microbatches or not own.takes([_undivided(batches, reading, 0)])):
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
-    # [3] update by update, each from the run's own weights before it
+    # [3] update by update
     updates = table.updates if table.training else table.batches
     with _bar(2 * sum(map(len, reading[:updates]))) as bar:
         own.tick = bar.update
-        for i in range(updates):
-            pieces = list(islice(stream, len(reading[i])))
-            exact = [_undivided(batches, reading, i)] if whole else pieces
-            two = _some(pieces, batches[i], own.arithmetic.trees) if whole else None
-            if not table.training:
-                trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
-            else:
-                t, steps = segment.done.updates + i, [of_stage[i] for of_stage in replica_steps[0]]
-                trial.compare_update(t, steps, pieces, exact, two)
-                trial.compare_step(t, steps)
-                if i == table.updates - 1:
-                    trial.compare_buffers(pieces)
-                trial.go_on(t + 1, steps, reading[i + 1 :])
+        for pieces in _follow(trial, segment, batches, reading, replica_steps[0], stream, whole):
             bar.update(len(pieces))
     # [4] what the run gives back
     trial.compare_results(replica_steps, saved)
     _check_draws(own, drawing)
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
+
+
+def _follow(
+    trial: Trial,
+    segment: Segment,
+    batches: Sequence[Any],
+    reading: Reading,
+    steps: Sequence[Sequence[Step]],
+    stream: Iterator[Piece],
+    whole: bool,
+) -> Iterator[list[Piece]]:
+    """Compare update by update, each from the run's own weights before it; yields their pieces.
+
+    steps   [stage][update]
+    stream  all pieces
+    whole   whether the truth takes each batch undivided
+    """
+    table, own = segment.table, trial.own
+    for i in range(table.updates if table.training else table.batches):
+        pieces = list(islice(stream, len(reading[i])))
+        exact = [_undivided(batches, reading, i)] if whole else pieces
+        if table.training:
+            t, made = segment.done.updates + i, [of_stage[i] for of_stage in steps]
+            two = _some(pieces, batches[i], own.arithmetic.trees) if whole else None
+            trial.compare_update(t, made, pieces, exact, two)
+            trial.compare_step(t, made)
+            if i == table.updates - 1:
+                trial.compare_buffers(pieces)
+            trial.go_on(t + 1, made, reading[i + 1 :])
+        else:
+            trial.compare_losses(pieces, own.losses(pieces), trial.truth.losses(exact))
+        yield pieces
 
 
 def _bar(total: int) -> Any:

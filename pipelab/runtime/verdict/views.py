@@ -70,6 +70,9 @@ class Lazy:
         return sum(float((abs(part) ** 2).sum()) for part in self.parts())
 
 
+Array = Lazy | np.ndarray | float
+
+
 def wide(array: np.ndarray) -> np.ndarray:
     """In float64 or complex128; whole numbers and truth values as they are."""
     if array.dtype.kind in "biu":
@@ -97,6 +100,26 @@ class Tensors:
     own: Lazy | None = None
     unset: np.ndarray | bool = False
     opinions: list[Lazy] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        run: Array,
+        truth: Array,
+        floor: float | np.ndarray | Floor,
+        own: Array | None,
+        unset: np.ndarray | bool,
+    ) -> "Tensors":
+        """The same of whatever arrays or numbers."""
+        if isinstance(floor, np.ndarray):
+            noise = Lazy.of(floor)
+            floor = lambda rows, truth, size: noise.read(rows)  # noqa: E731
+        unset = unset if isinstance(unset, bool) else np.atleast_1d(unset)
+        return cls(Lazy.of(run), Lazy.of(truth), floor, own if own is None else Lazy.of(own), unset)
+
+    def hear(self, opinion: Array) -> None:
+        """Take a second opinion into account."""
+        self.opinions.append(Lazy.of(opinion))
 
     def read(self, rows: slice) -> tuple[Any, Any, Any]:
         """The error, the size of the truth, and the noise of some rows."""
