@@ -17,7 +17,7 @@ from pipelab.predict.memory import (
 )
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
-from pipelab.runtime.orders import Bytes, Outcome, Record
+from pipelab.runtime.orders import Bytes, Outcome, Record, by_stage
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.table.schedule import Schedule
 
@@ -80,7 +80,7 @@ def result_of(
     records = [[by_place[d, r].record for d in range(table.devices)] for r in range(replicas)]
     timelines = [timeline_of(table, of_replica, paced) for of_replica in records]
     last = table.placement[-1]
-    m = table.microbatches
+    m, weights = table.microbatches, by_stage(outcomes, "weights")
     values = [
         by_place[last, r].losses[first + b * m + k]
         for b in range(table.batches)
@@ -93,12 +93,12 @@ def result_of(
         timelines[0],
         mean_losses(values, table.batches),
         [mean for mean, _ in values],
-        [by_place[d, 0].weights.get(s, {}) for s, d in enumerate(table.placement)],
+        [weights.get(s, {}) for s in range(table.stages)],
         [max(record.versions, default=0) for record in records[0]],
         None,
         timelines,
         records[0],
-        {s: names for d in range(table.devices) for s, names in by_place[d, 0].unsplit.items()},
+        by_stage(outcomes, "unsplit"),
     )
 
 

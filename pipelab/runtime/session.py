@@ -15,7 +15,7 @@ from typing import Any
 
 from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Order, Outcome, Step
+from pipelab.runtime.orders import Order, Outcome, Step, by_stage
 from pipelab.runtime.prepare import (
     Part,
     Segment,
@@ -321,8 +321,7 @@ class Session(AbstractContextManager):
 
     def states(self) -> dict[int, Any]:
         """By stage, what training goes on from now; only on the first process it is of all."""
-        outcomes = self.ask("the check", state=True)
-        return {s: state for o in outcomes if not o.replica for s, state in o.states.items()}
+        return by_stage(self.ask("the check", state=True), "states")
 
     def _jobs(self) -> list[Job]:
         return [
@@ -351,5 +350,5 @@ class Session(AbstractContextManager):
 
 def steps_of(table: Schedule, outcomes: Sequence[Outcome], replica: int) -> list[Sequence[Step]]:
     """Per stage, what every update of one replica did; empty where another rank has it."""
-    by_row = {o.row: o.steps for o in outcomes if o.replica == replica}
-    return [by_row[d].get(s, []) for s, d in enumerate(table.placement)]
+    found = by_stage(outcomes, "steps", replica)
+    return [found.get(s, []) for s in range(table.stages)]

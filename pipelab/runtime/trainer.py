@@ -14,8 +14,8 @@ from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, sample
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Order
-from pipelab.runtime.prepare import Part, Segment
+from pipelab.runtime.orders import Order, by_stage
+from pipelab.runtime.prepare import Segment
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
@@ -110,7 +110,9 @@ class Trainer(AbstractContextManager):
             timeout=timeout,
             endless=True,
         )
-        self._every, self._endless = check, Endless(schedule)
+        # How many batches further on the next check is: `inf` for never again, 0 for none at all.
+        self._every = inf if check == "first" else int(check)
+        self._endless = Endless(schedule)
         table = self._endless.table
         wing = wing_of(backend)
         self._session = Session(wing, table, stages, options, batches=table.batches)
@@ -206,8 +208,7 @@ class Trainer(AbstractContextManager):
         """The weights as they are now, a state dict per stage; on several machines a rank's own."""
         with self._whole():
             self._empty()
-            outcomes = self._ask("weights", report=True)
-            found = {s: of for o in outcomes if not o.replica for s, of in o.weights.items()}
+            found = by_stage(self._ask("weights", report=True), "weights")
             return [found.get(s, {}) for s in range(self._endless.table.stages)]
 
     # ---- batches
@@ -255,10 +256,9 @@ class Trainer(AbstractContextManager):
 
     def _train_on(self, batch: Any, pieces: int) -> None:
         number, session, endless = self.number, self._session, self._endless
-        most = endless.table.microbatches
         self._times[number] = time.perf_counter()
-        checked = self._is_checked(number)
-        if checked or pieces < most:
+        checked = self._every > 0 and not (number - self._first) % self._every
+        if checked or pieces < endless.table.microbatches:
             self._empty()
             began = time.perf_counter()
             segment = endless.segment(number, pieces)
@@ -272,8 +272,7 @@ class Trainer(AbstractContextManager):
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
-        rows = endless.orders(number, self._begun)
-        session.submit(Part(rows, endless.version, endless.later(number), most), data)
+        session.submit(endless.part(number, self._begun), data)
         session.done += 1
         self._under_way.append(data)
         if number == self._first and not (session.wing.draws or endless.ahead):
@@ -294,11 +293,6 @@ class Trainer(AbstractContextManager):
                 stacklevel=4,
             )
         return not fits
-
-    def _is_checked(self, number: int) -> bool:
-        if isinstance(self._every, str) or self._every is False:
-            return bool(self._every) and number == self._first
-        return not (number - self._first) % int(self._every)
 
     def _collect(self) -> None:
         """Wait for the first orders that are under way."""

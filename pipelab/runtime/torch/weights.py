@@ -82,17 +82,15 @@ class VersionedStage(CountingStage):
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._note_constants()
         self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
-        self._modes: list[tuple[nn.Module, bool]] = []  # to put them back after an evaluation
 
     def begin(self, stage: int, order: Order) -> None:
-        super().begin(stage, order)
-        if not self.training and not self._modes:
+        if self.training and not order.training:
             self._modes = [(part, part.training) for part in self.module.modules()]
             self.module.eval()
-        elif self.training:
-            for part, trains in self._modes:
+        elif order.training and not self.training:
+            for part, trains in self._modes:  # after an evaluation they train as before
                 part.train(trains)
-            self._modes = []
+        super().begin(stage, order)
 
     def placed(self, data: Any) -> Any:
         # Copies: a slice would keep, and count as, the memory of the whole batch, with its graph.
