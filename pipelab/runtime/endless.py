@@ -8,7 +8,7 @@ order of batch 0 | 1               | 2               | ...         pipedream, p 
 from functools import cached_property
 from math import ceil
 
-from pipelab.runtime.prepare import Offset, Part, Segment
+from pipelab.runtime.prepare import Offset, Segment, Workload
 from pipelab.schedules import SCHEDULES, make
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
@@ -56,10 +56,10 @@ class Endless:
             found.append(Offset.of(self.table, more).moved(kept))
         return found
 
-    def part(self, batch: int, begun: int) -> Part:
+    def workload(self, batch: int, begun: int) -> Workload:
         """A batch, with others before and after it in the pipeline; `begun` as for `orders`."""
         rows, later = self.orders(batch, begun), self.later(batch)
-        return Part(rows, self.version, later, self.table.microbatches)
+        return Workload(rows, self.version, later, self.table.microbatches)
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads."""

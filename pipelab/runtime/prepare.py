@@ -75,10 +75,10 @@ class Segment:
         """What of the training is done before this segment."""
         return Offset.of(self.whole, self.batches.start)
 
-    def part(self) -> "Part":
+    def workload(self) -> "Workload":
         """The table, numbered through the training."""
         rows = [self.done.moved(row) for row in self.table.rows]
-        return Part(rows, self.version, self.kept or self.later(), self.table.microbatches)
+        return Workload(rows, self.version, self.kept or self.later(), self.table.microbatches)
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
@@ -165,7 +165,7 @@ def unit_of(data: Data, pieces: int) -> int:
     return 1 << samples_of(smallest, data.trees).bit_length()
 
 
-class Part(NamedTuple):
+class Workload(NamedTuple):
     """What ranks do next of a training, numbered through it.
 
     rows     actions
@@ -182,7 +182,7 @@ class Part(NamedTuple):
 
 def microbatches_of(
     table: Schedule,
-    part: Part,
+    work: Workload,
     data: Data,
     row: int,
     *,
@@ -190,7 +190,7 @@ def microbatches_of(
     options: Options,
 ) -> dict[int, dict[int, MicroBatch]]:
     """The micro-batches of a row's stages, by number; only the ends of the model read the data."""
-    m, last, count, replicas = table.microbatches, table.stages - 1, part.pieces, options.replicas
+    m, last, count, replicas = table.microbatches, table.stages - 1, work.pieces, options.replicas
     every = [b * m + k for b in data.numbers for k in range(count)]
     own = [s for s, d in enumerate(table.placement) if d == row]
     recompute = options.recompute.mask(m, m)
@@ -204,7 +204,7 @@ def microbatches_of(
         # Data are numbered batch by batch, and in a batch replica by replica.
         piece = (batch * replicas + replica) * m + place
         return MicroBatch(
-            version=part.version(s, k),
+            version=work.version(s, k),
             update=k // table.per_update,
             batch=batch,
             recompute=recompute[place],
@@ -217,10 +217,10 @@ def microbatches_of(
     return {s: {k: microbatch(s, i, k) for i, k in enumerate(every)} for s in own}
 
 
-def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]] | None]:
-    """By row, the predicted seconds that a paced run is slowed down to, as `Order.paces`."""
+def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]]]:
+    """By row, the predicted seconds that a paced run is slowed down to; nothing for others."""
     if options.pace is None:
-        return [None] * table.devices
+        return []
     costs = options.costs or Costs(recompute=options.recompute)
     of_all = [
         (duration * options.pace, delay * options.pace)

@@ -17,8 +17,8 @@ from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Outcome, Step, by_stage
 from pipelab.runtime.prepare import (
-    Part,
     Segment,
+    Workload,
     check_table,
     find_partners,
     microbatches_of,
@@ -193,7 +193,7 @@ class Session(AbstractContextManager):
         """
         with self.wing.context():
             # [1] what it starts from, for the reference
-            wing, replicas, table = self.wing, self.options.replicas, segment.table
+            wing, table = self.wing, segment.table
             start = self.states() if check and self.started else wing.start
             data = Data(batches, segment.batches, wing.trees)
             # [2] run, and keep the checkpoint only if all of it could be written
@@ -201,7 +201,7 @@ class Session(AbstractContextManager):
             try:
                 with wing.saving(save, segment.batches.stop) as draft:
                     self.submit(
-                        segment.part(),
+                        segment.workload(),
                         data,
                         paces=paces_of(table, self.options),
                         training=table.training,
@@ -212,9 +212,7 @@ class Session(AbstractContextManager):
                     outcomes = self.collect()
                     if table.training:
                         self.done = segment.batches.stop
-                    paced = self.options.pace is not None
-                    first = segment.batches.start * segment.whole.microbatches
-                    result = result_of(table, outcomes, replicas, first, paced)
+                    result = result_of(segment, outcomes, self.options)
                     # A rank that could not write its part keeps its outcome: the run is not lost.
                     for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
                         raise unsaved
@@ -271,21 +269,23 @@ class Session(AbstractContextManager):
 
     # ---- orders
 
-    def submit(self, part: Part, data: Data, *, paces: Sequence[Any] = (), **fields: Any) -> None:
+    def submit(
+        self, work: Workload, data: Data, *, paces: Sequence[Any] = (), **fields: Any
+    ) -> None:
         """Give each of this process's ranks its row, and its part of the data.
 
         The first call starts them. `fields` are of every `Order`.
         """
         schedule, options = self.schedule, self.options
         if self.reads and not self.unit:
-            self.unit = unit_of(data, part.pieces * options.replicas)
+            self.unit = unit_of(data, work.pieces * options.replicas)
         orders = [
             Order(
-                actions=part.rows[row],
+                actions=work.rows[row],
                 microbatches=microbatches_of(
-                    schedule, part, data, row, replica=replica, options=options
+                    schedule, work, data, row, replica=replica, options=options
                 ),
-                later=part.later,
+                later=work.later,
                 unit=self.unit,
                 paces=paces[row] if paces else None,
                 **fields,

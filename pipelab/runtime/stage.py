@@ -145,7 +145,7 @@ class CountingStage(Stage):
     """A stage and what is counted of it; the wings' stages do the computing.
 
     weights  by version: values, so that a version lives as long as the table has readers of it
-    training, keep  as its order says; modules are made to train
+    training, keep  as its latest order says; before the first one it trains
     """
 
     def __init__(self, device: Any, options: Options, *, first: bool, last: bool) -> None:

@@ -180,10 +180,8 @@ class Trainer(AbstractContextManager):
         table = self._endless.table.part(0, 1).forward_only()
         losses: list[float] = []
         iterator = iter(batches)
-        while True:
-            batch, pieces = self._next(iterator, "evaluate")
-            if batch is END:
-                return losses
+        while found := self._next(iterator, "evaluate"):
+            batch, pieces = found
             if not pieces and batch is not None:  # fewer samples than replicas
                 session = self._session
                 replicas, trees = session.options.replicas, session.wing.trees
@@ -192,6 +190,7 @@ class Trainer(AbstractContextManager):
                 segment = Segment(table, 0, 1, self.number, pieces=pieces or 1)
                 run = self._session.run(segment, {self.number: batch}, check=False)
                 losses += run.losses
+        return losses
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint to a new or empty folder, which all ranks see."""
@@ -215,14 +214,14 @@ class Trainer(AbstractContextManager):
 
     def _train_on_next(self, iterator: Iterator[Any]) -> bool:
         """Read a batch and put it under way, unless it is too short; False if there is none."""
-        batch, pieces = self._next(iterator, "fit")
-        if batch is not END and not self._is_too_short(pieces):
+        found = self._next(iterator, "fit")
+        if found and not self._is_too_short(found[1]):
             with self._whole():
-                self._train_on(batch, pieces)
-        return batch is not END
+                self._train_on(*found)
+        return found is not None
 
-    def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int]:
-        """The next batch, or END; None where it is not needed here. And its micro-batches."""
+    def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int] | None:
+        """The next batch, None where it is not needed here, and its micro-batches; or None."""
         session = self._session
         session.wing.check_caller()
         looks = session.wing.looks and not session.started
@@ -238,7 +237,7 @@ class Trainer(AbstractContextManager):
             pieces, *_ = session.launcher.share(known, call, early=True)
         self._read = None
         if pieces is None:
-            return END, 0
+            return None
         if batch is END:
             raise ValueError(
                 f"there is no batch {self.number} here, and one in process 0: give all the same"
@@ -272,7 +271,7 @@ class Trainer(AbstractContextManager):
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
-        session.submit(endless.part(number, self._begun), data)
+        session.submit(endless.workload(number, self._begun), data)
         session.done += 1
         self._under_way.append(data)
         if number == self._first and not (session.wing.draws or endless.ahead):

@@ -54,16 +54,7 @@ class Aliased(NamedTuple):
 
 
 class TorchStage(VersionedStage):
-    """A stage of a module: the base has its weights, here is what a micro-batch does with them.
-
-    draws  by whether it trains, whether its forwards draw random numbers: where that is not known
-           beforehand, the first one shows it. What draws takes turns with other stages, which the
-           rest need not
-    """
-
-    def __init__(self, *arguments: Any, draws: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.draws: dict[bool, bool] = {True: True} if draws else {}
+    """A stage of a module: the base has its weights, here is what a micro-batch does with them."""
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""

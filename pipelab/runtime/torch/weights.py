@@ -36,6 +36,9 @@ class VersionedStage(CountingStage):
     first, last  whether it is that of the model
     ties    name -> number of the weights that other stages have too: their gradients are added up
     start   what to go on from
+    draws   by whether it trains, whether its forwards draw random numbers: where that is not known
+            beforehand, the first one shows it. What draws takes turns with other stages, which the
+            rest need not
     total   the gradient of the group so far, by weight, of whatever versions
 
     An update copies the latest version only if the table still has readers of it, else it steps in
@@ -53,9 +56,11 @@ class VersionedStage(CountingStage):
         last: bool,
         ties: Mapping[str, int],
         start: StageState | None,
+        draws: bool,
     ) -> None:
         super().__init__(device, options, first=first, last=last)
         self.module, self.ties = module, ties
+        self.draws = {True: True} if draws else {}
         self.total: dict[str, Tensor] = {}
         self.weights = {0: dict(module.named_parameters())}
         # Where each weight stands in the module; in several places if layers share it.

@@ -95,6 +95,7 @@ class TorchWing(Wing):
     """Torch modules in threads, processes or ranks of a cluster; with checkpoints and dumps."""
 
     trees = TREES
+    index = Index.read
 
     def __init__(self, schedule: Schedule, stages: Sequence[nn.Module], options: Options) -> None:
         super().__init__(schedule, stages, options)
@@ -201,10 +202,6 @@ class TorchWing(Wing):
             if first:
                 checkpoint.write_index(draft, self.schedule, done, self.options.seed, self.owner)
         self.launcher.from_first(lambda: None, "save")  # all ranks may read it from now on
-
-    @classmethod
-    def index(cls, folder: Path) -> Index:
-        return Index.read(folder)
 
     def saved(self, folder: Path) -> list[StageState]:
         # From the files, so that what is judged is what was written.
