@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipelab.runtime.batches import kind_of
 from pipelab.runtime.ledger import Ledger
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Bytes, MicroBatch, Order, Step
@@ -62,10 +63,7 @@ class Device:
 
     def describe(self, payload: Any) -> str:
         """Types and shapes of a payload's arrays, for an error."""
-        found = [
-            f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
-            for array in self.arrays(payload)
-        ]
+        found = [*map(kind_of, self.arrays(payload))]
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         return ", ".join(found[:4]) + more if found else "no tensors"
 

@@ -356,10 +356,9 @@ class Trainer(AbstractContextManager):
 
     def _check_start(self, resume: Any) -> None:
         """ValueError for a checkpoint without versions that are still to be read."""
-        begun, start = self._session.done, self._session.wing.start
-        later = self._endless.later(begun - 1) if begun else []
-        for s, state in start.items():
-            if later and not {v for v in later[s] if v <= max(state.weights)} <= {*state.weights}:
+        later = self._endless.later(self._session.done - 1)
+        for s, state in self._session.wing.start.items():
+            if not {v for v in later[s] if v <= max(state.weights)} <= {*state.weights}:
                 raise ValueError(
                     f"{resume} was made at the end of its table, without the older weights that "
                     "are read next: stop before the end, or save a Trainer"

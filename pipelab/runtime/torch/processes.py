@@ -38,14 +38,11 @@ PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.child"]
 STARTING = Lock()  # this process has one __main__
 
 
-@dataclass
 class Processes(Threads):
     """This process starts one for every rank, and keeps the rest to itself."""
 
-    timeout: float
-
-    def __post_init__(self) -> None:
-        self.all = ExitStack()
+    def __init__(self, timeout: float) -> None:
+        self.timeout, self.all = timeout, ExitStack()
 
     def start(self, jobs: Sequence[Job], *_: Any) -> None:
         self.running = self.all.enter_context(_started(jobs, perform))
