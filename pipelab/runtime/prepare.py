@@ -194,13 +194,12 @@ def microbatches_of(
     every = [b * m + k for b in data.numbers for k in range(count)]
     own = [s for s, d in enumerate(table.placement) if d == row]
     recompute = options.recompute.mask(m, m)
-    pieces: list[tuple[Any, Any]] = []
-    if {0, last} & {*own}:
+    pieces: Sequence[tuple[Any, Any]] = [(None, None)] * len(every)
+    if reads := not {0, last}.isdisjoint(own):
         pieces = data.pieces(count * replicas, slice(replica * count, (replica + 1) * count))
 
-    def microbatch(s: int, i: int, k: int) -> MicroBatch:
+    def microbatch(s: int, k: int, x: Any, y: Any) -> MicroBatch:
         batch, place = divmod(k, m)
-        x, y = pieces[i] if pieces else (None, None)
         # Data are numbered batch by batch, and in a batch replica by replica.
         piece = (batch * replicas + replica) * m + place
         return MicroBatch(
@@ -210,11 +209,12 @@ def microbatches_of(
             recompute=recompute[place],
             x=x if s == 0 else None,
             target=y if s == last else None,
-            samples=samples_of(pieces[i], data.trees) if pieces else 0,
+            samples=samples_of((x, y), data.trees) if reads else 0,
             seed=None if options.seed is None else (options.seed, s, piece),
         )
 
-    return {s: {k: microbatch(s, i, k) for i, k in enumerate(every)} for s in own}
+    pairs = [*zip(every, pieces, strict=True)]
+    return {s: {k: microbatch(s, k, *pair) for k, pair in pairs} for s in own}
 
 
 def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]]]:

@@ -38,7 +38,7 @@ from pipelab.table.validate import validate
 class Wing(ABC):
     """One library's part in a run: its stages, looked at, and who carries out their jobs.
 
-    The constructor refuses what the library cannot run.
+    The constructor refuses what the library cannot run, and reads a checkpoint to go on from.
 
     optimizer    a method that what `run` takes for one has, and what that is
     trees        how it takes batches apart
@@ -128,6 +128,9 @@ class Wing(ABC):
 
 class Session(AbstractContextManager):
     """Ranks that do what one training or evaluation needs, from their first order on.
+
+    The constructor looks at all arguments, and reads a checkpoint to go on from; `with` meets other
+    processes; the first `submit` starts the ranks.
 
     wing    the library's part
     done    batches that all ranks have done, or have been told to do

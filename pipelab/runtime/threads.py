@@ -214,9 +214,8 @@ class Threads(AbstractContextManager):
         """Raise the first error of the workers."""
         failures = [e for e in self.errors if not isinstance(e, (Aborted, BrokenBarrierError))]
         try:
-            if failures:
-                raise failures[0]
-            raise Aborted  # all workers were ended: what failed is outside
+            # If there is none, all workers were ended: what failed is outside.
+            raise next(iter(failures), Aborted())
         finally:
             del failures  # as above: the error's traceback refers to this frame
 

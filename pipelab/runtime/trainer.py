@@ -120,7 +120,7 @@ class Trainer(AbstractContextManager):
         self._first = self._begun = self._known = self._session.done
         # Data of orders: a GPU may still have to read what it was given.
         self._under_way: deque[Data | None] = deque()
-        self._losses: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch, replica
+        self._losses: dict[int, dict[tuple[int, int], Any]] = {}  # [batch][replica, micro-batch]
         self._ready: deque[TrainedBatch] = deque()
         self._times: dict[int, float] = {}  # of batches, when they were read
         self._last = 0.0  # when the latest batch was through
@@ -299,15 +299,12 @@ class Trainer(AbstractContextManager):
         self._under_way.popleft()
         m, replicas = self._endless.table.microbatches, self._session.options.replicas
         for o in outcomes:
-            self._losses |= {
-                (k, o.replica): value for k, value in o.losses.items() if k >= self._known * m
-            }
-        while True:
-            numbers = range(self._known * m, (self._known + 1) * m)
-            places = [(k, r) for r in range(replicas) for k in numbers]
-            if not all(place in self._losses for place in places):
-                return
-            (loss,) = mean_losses([self._losses.pop(place) for place in places], 1)
+            for k, value in o.losses.items():
+                if k >= self._known * m:  # an outcome may have older ones once more
+                    self._losses.setdefault(k // m, {})[o.replica, k] = value
+        while len(self._losses.get(self._known, ())) == m * replicas:
+            found = self._losses.pop(self._known)
+            (loss,) = mean_losses([found[place] for place in sorted(found)], 1)
             now = time.perf_counter()
             seconds = now - max(self._last, self._times.pop(self._known))
             self._known, self._last = self._known + 1, now
