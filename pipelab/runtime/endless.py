@@ -89,7 +89,7 @@ class Endless:
             first: dict[int, int] = {}
             for i, action in enumerate(row):
                 first.setdefault(self._batch(action), i)
-            found.append([*(first.get(b, len(row)) for b in range(self.table.batches)), len(row)])
+            found.append([first.get(b, len(row)) for b in range(self.table.batches + 1)])
         return found
 
     @cached_property

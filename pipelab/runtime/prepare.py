@@ -42,7 +42,7 @@ class Segment:
     whole   the table of the training
     begun   batches of the table that are done before; `end` afterwards
     before  batches of the training before the table's: see `Endless`
-    kept    per stage, the versions that later batches read; None where the table has all of these
+    later   per stage, the versions that later batches read; None where the table has all of these
     pieces  micro-batches of its one batch, which may be too short for the table's; 0: the table's
     """
 
@@ -50,7 +50,7 @@ class Segment:
     begun: int
     end: int
     before: int = 0
-    kept: Sequence[Collection[int]] | None = None
+    later: Sequence[Collection[int]] | None = None
     pieces: int = 0
 
     @cached_property
@@ -78,14 +78,15 @@ class Segment:
     def workload(self) -> "Workload":
         """The table, numbered through the training."""
         rows = [self.done.moved(row) for row in self.table.rows]
-        return Workload(rows, self.version, self.kept or self.later(), self.table.microbatches)
+        later = self.later or self.later_in_table()
+        return Workload(rows, self.version, later, self.table.microbatches)
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
         microbatches, updates = self.before_table
         return self.whole.versions[stage, microbatch - microbatches] + updates
 
-    def later(self) -> list[set[int]]:
+    def later_in_table(self) -> list[set[int]]:
         """Per stage, the versions made before the end that later batches of the table read."""
         first = self.batches.stop * self.whole.microbatches
         numbers = range(first, self.before_table.microbatches + self.whole.total)

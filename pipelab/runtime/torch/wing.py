@@ -127,7 +127,7 @@ class TorchWing(Wing):
         index.check_fits(path, self.schedule, endless)
         self.begun = index.batch
         self.start = checkpoint.states_for(folder, index, self.stages, self._here())
-        read = [] if endless else Segment(self.schedule, 0, index.batch).later()
+        read = [] if endless else Segment(self.schedule, 0, index.batch).later_in_table()
         for s, versions in enumerate(read):
             lost = versions - {*self.start[s].weights} if s in self.start else ()
             if lost:
