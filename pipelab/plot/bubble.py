@@ -11,7 +11,7 @@ from pipelab.plot import style
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import simulate
 from pipelab.predict.theory import THEORY
-from pipelab.schedules import make_for, takes
+from pipelab.schedules import make_for
 from pipelab.table.action import ScheduleError
 
 DEFINITIONS = {
@@ -51,9 +51,7 @@ def bubble(
         theory = THEORY.get(name) if definition != "of_span" else None
         simulated, formula = [], {}
         for value in values:
-            size = sizes | {over: value}
-            m, p = size["microbatches"], size["devices"]
-            v = size["virtual"] if takes(name, "virtual") else 1
+            m, p, v = (value if key == over else size for key, size in sizes.items())
             try:
                 timeline = simulate(*make_for(name, p, m, Costs(), virtual=v))
             except ScheduleError:

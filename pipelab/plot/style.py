@@ -26,7 +26,6 @@ from pipelab.predict.palette import (  # noqa: F401 (for the other plots)
     RED,
     RGB,
     SKY,
-    VIOLET,
     YELLOW,
     colour_of,
 )

@@ -124,13 +124,7 @@ THEORY: dict[str, Theory] = {
         share="(p - 1) / (3 m x batches + p - 1)",
         for_weights=lambda device, p, m: max(min(m, 2 * p - 1) - (2 * (p - device) - 1), 0),
     ),
-}
-
-
-# Two chunks a device in a V: peaks are chunk activations, two of a micro-batch on a device.
-
-
-THEORY |= {
+    # Two chunks a device in a V: peaks are chunk activations, two of a micro-batch on a device.
     # Zero bubble, section 6: F = I = W, m >= p; from 2 p - 1 on a device waits only before its
     # first forward and after its last update.
     "zb_v": replace(

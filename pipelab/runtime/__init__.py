@@ -4,24 +4,30 @@
 caller to a tensor and back, who makes what:
 
     run, Trainer    Options      how to train: the same for all, from here to the stages
-        |           Segment      a part of the training from an empty pipeline to an empty one
+        |           Segment      a part of the training from an empty pipeline to an empty one; most
+        |                        batches of a Trainer are in none (`endless`)
         v
-    Session         Part         what all ranks do next: rows, and the versions that they read
+    Session         Workload     what all ranks do next: rows, and the versions that they read
+        |           Data         the batches of it, read when they are first needed
         |           Job          of the library's `Wing`: a row and its stages, for the training
-        |           Order        what a rank does next: its actions, with a MicroBatch for each
-        v                        forward of its stages
+        |           Order        what a rank does next: the actions of its row, and a MicroBatch
+        v                        for each new micro-batch of its stages
     launcher                     `threads`, `torch.processes`, `torch.ranks`, `jax.distributed`:
-        |                        starts the ranks, and takes their orders
+        |                        starts the ranks, takes their orders, returns their outcomes
         v
-    Worker          Outcome      of an order: losses and weights, and its Record: times and bytes
-        |
+    Worker          Message      what it sends another one by a `Transport`: an output, a gradient
+        |           Outcome      of an order: losses, weights, and its Record: times and bytes
         v
-    Session         Run          of all outcomes (`result`), with the verdict of `verdict.judge`
+    Session         Run          of a segment's outcomes (`result`), with the verdict of
+        |                        `verdict.judge`
+        v
+    Trainer         TrainedBatch of each batch, as soon as its losses are there
 
 Four numberings meet here. A *table* counts micro-batches and updates from 0; a *segment* of it, cut
-out, does so again; the *training* counts through all of them, and so do parts, orders and stages:
-an `Offset` is what lies between. Micro-batches of each *replica* are numbered alike; its share of
-the data is `microbatches_of`'s business.
+out, does so again; the *training* counts through all of them, and so do workloads, orders and
+stages: what is added to the numbers of a table is an `Offset`. Replicas number their micro-batches
+alike, each its own share; the *data* are numbered batch by batch and in a batch replica by replica,
+which `microbatches_of` sees to.
 
 `verdict.reference` trains by the papers' rules, in the arithmetic that the wing gives it. Torch's
 wing is `torch.wing`; a room above adds its own to `wings.WINGS`, as JAX's does.

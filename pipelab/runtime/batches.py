@@ -38,10 +38,15 @@ class Trees(NamedTuple):
                 # Flat bytes: a buffer of bfloat16 has no format that others know, and a number
                 # without an axis no view as bytes.
                 sum_of = crc32(np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data)
-                found.append(f"{leaf.dtype} {tuple(leaf.shape)} {sum_of}")
+                found.append(f"{kind_of(leaf)} {sum_of}")
             elif isinstance(leaf, (bool, int, float, complex, str, bytes)):
                 found.append(repr(leaf))
         return sha256("\n".join(found).encode()).hexdigest()
+
+
+def kind_of(array: Any) -> str:
+    """An array's type and shape, such as float32 (2, 3), whichever library's it is."""
+    return f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
 
 
 def as_pair(batch: Any, number: int, trees: Trees) -> Any:

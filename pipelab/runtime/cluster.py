@@ -119,20 +119,16 @@ class Cluster(Threads):
         with self._agreeing():
             self._look()
             self.wire = self.make_wire(jobs)
-            super().start(
-                jobs,
-                [self.wire] * jobs[0].replicas,
-                lambda job: partial(marks.__setitem__, job.rank),
-                self._start,
-            )
+            super().start(jobs, [self.wire] * jobs[0].replicas, marks, self._start)
         self.patience = math.inf
 
     def collect(self, call: str = "a batch's end") -> list[Outcome]:
         self.since, self.patience = time.monotonic(), self.timeout
         with self._agreeing():
             mine = super().collect(call)
-            names = self._tell(mine, call)
-            every = [o for name in names if self.first for o in self._heard(name, call)]
+            self._tell(mine, call)
+            numbers = range(self.count if self.first else 0)
+            every = [outcome for n in numbers for outcome in self._heard(n, call)]
             short = self.from_first(
                 lambda: [replace(o, steps={}, weights={}, states={}) for o in every], call
             )
@@ -204,30 +200,34 @@ class Cluster(Threads):
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
         with self._agreeing():
-            return [self._heard(name, call, early) for name in self._tell(value, call)]
+            self._tell(value, call)
+            return [self._heard(number, call, early) for number in range(self.count)]
 
     def from_first(self, make: Callable[[], Any], call: str = "") -> Any:
         with self._agreeing():
-            value = make() if self.first else None
-            return self._heard(self._tell(value, call)[0], call)
+            self._tell(make() if self.first else None, call)
+            return self._heard(0, call)
 
-    def _tell(self, value: Any, call: str) -> list[str]:
-        """Give the next value; returns the names of all processes' ones."""
+    def _tell(self, value: Any, call: str) -> None:
+        """Give this process's next value."""
         self._given += 1
         self.since = time.monotonic()
         self.give(f"{self.meeting}/{self._given}/{self.me}", (call, value))
         # All have read this one: since then, everybody has waited for everybody.
         self.drop(f"{self.meeting}/{self._given - 8}/{self.me}")
-        return [f"{self.meeting}/{self._given}/{n}" for n in range(self.count)]
 
-    def _heard(self, name: str, call: str, early: bool = False) -> Any:
-        """The value that a process tells for this call; waits for it.
+    def _heard(self, number: int, call: str, early: bool = False) -> Any:
+        """The value that a process, by its number, tells for this call; waits for it.
 
         `refusal` if that one makes another call. call, early: see `share`.
         """
+        name = f"{self.meeting}/{self._given}/{number}"
         seconds, given_up = self.timeout if early and self.wire else math.inf, math.inf
         while True:
-            others, value = self._value(name, seconds)
+            try:
+                others, value = self._value(name, seconds)
+            except TimeoutError:
+                raise self._not_called(number) from None
             if others == call:
                 return value
             # An interrupt may have kept the other from its call: it makes this one later, or the
@@ -238,14 +238,14 @@ class Cluster(Threads):
                 self.give(f"{self.meeting}/{self._given}/{self.me}", None)
                 self._given -= 1
                 raise self.refusal(
-                    f"process {_number(name)} is at {others}, and process {self.me} at {call}: "
+                    f"process {number} is at {others}, and process {self.me} at {call}: "
                     "make the same calls in all"
                 )
             self.watch()
             time.sleep(LOOK / 10)
 
     def _value(self, name: str, seconds: float = math.inf) -> Any:
-        """What another process gives; waits for it. RunError if any process fails."""
+        """What another process gives; waits so long for it. RunError if any process fails."""
         deadline = time.monotonic() + seconds
         while True:
             with suppress(TimeoutError):
@@ -254,7 +254,7 @@ class Cluster(Threads):
                 time.sleep(LOOK / 10)
             self.watch()
             if time.monotonic() > deadline:
-                raise self._not_called(_number(name))
+                raise TimeoutError
 
     def _not_called(self, number: int) -> RunError:
         return RunError(
@@ -311,11 +311,6 @@ class Cluster(Threads):
             self.in_time(tell)
         # Its own error has its cause, which is not told.
         return self.failure if self.failure and str(self.failure) != str(error) else error
-
-
-def _number(name: str) -> int:
-    """The process that has told this."""
-    return int(name.rpartition("/")[2])
 
 
 def begun(call: Callable[..., None], *given: Any) -> Thread:

@@ -8,7 +8,7 @@ order of batch 0 | 1               | 2               | ...         pipedream, p 
 from functools import cached_property
 from math import ceil
 
-from pipelab.runtime.prepare import Offset, Segment
+from pipelab.runtime.prepare import Offset, Segment, Workload
 from pipelab.schedules import SCHEDULES, make
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
@@ -56,6 +56,11 @@ class Endless:
             found.append(Offset.of(self.table, more).moved(kept))
         return found
 
+    def workload(self, batch: int, begun: int) -> Workload:
+        """A batch, with others before and after it in the pipeline; `begun` as for `orders`."""
+        rows, later = self.orders(batch, begun), self.later(batch)
+        return Workload(rows, self.version, later, self.table.microbatches)
+
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads."""
         batch = microbatch // self.table.microbatches
@@ -84,7 +89,7 @@ class Endless:
             first: dict[int, int] = {}
             for i, action in enumerate(row):
                 first.setdefault(self._batch(action), i)
-            found.append([*(first.get(b, len(row)) for b in range(self.table.batches)), len(row)])
+            found.append([first.get(b, len(row)) for b in range(self.table.batches + 1)])
         return found
 
     @cached_property

@@ -18,8 +18,11 @@ class Options:
     ValueError, with the remedy, for a value that no run can have. A library's `Wing` replaces those
     that stand for what is found at the caller's, such as `autocast` and `seed`.
 
-    training  else stages only evaluate, without an optimizer
-    endless   whether the training goes on after the table's last batch
+    check, save  whether anything will be judged or kept, which shows early whether that is
+                 possible; `Session.run` is told of each segment whether and where
+    training     whether there are updates. If not, there is no optimizer, and all orders only
+                 evaluate; if so, some may, as in `Trainer.evaluate`
+    endless      whether the training goes on after the table's last batch
     """
 
     loss: Callable[[Any, Any], Any]

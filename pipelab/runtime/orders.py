@@ -3,7 +3,7 @@
 Micro-batches, updates and weight versions are numbered through the whole training.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,3 +130,8 @@ class Outcome:
     unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
     states: dict[int, Any] = field(default_factory=dict)
     unsaved: Exception | None = None
+
+
+def by_stage(outcomes: Iterable[Outcome], name: str, replica: int = 0) -> dict[int, Any]:
+    """What the outcomes of a replica have under this name, such as "weights", of all its stages."""
+    return {s: of for o in outcomes if o.replica == replica for s, of in getattr(o, name).items()}

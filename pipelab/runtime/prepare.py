@@ -42,7 +42,7 @@ class Segment:
     whole   the table of the training
     begun   batches of the table that are done before; `end` afterwards
     before  batches of the training before the table's: see `Endless`
-    kept    per stage, the versions that later batches read; None where the table has all of these
+    later   per stage, the versions that later batches read; None where the table has all of these
     pieces  micro-batches of its one batch, which may be too short for the table's; 0: the table's
     """
 
@@ -50,7 +50,7 @@ class Segment:
     begun: int
     end: int
     before: int = 0
-    kept: Sequence[Collection[int]] | None = None
+    later: Sequence[Collection[int]] | None = None
     pieces: int = 0
 
     @cached_property
@@ -75,17 +75,18 @@ class Segment:
         """What of the training is done before this segment."""
         return Offset.of(self.whole, self.batches.start)
 
-    def part(self) -> "Part":
+    def workload(self) -> "Workload":
         """The table, numbered through the training."""
         rows = [self.done.moved(row) for row in self.table.rows]
-        return Part(rows, self.version, self.kept or self.later(), self.table.microbatches)
+        later = self.later or self.later_in_table()
+        return Workload(rows, self.version, later, self.table.microbatches)
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
         microbatches, updates = self.before_table
         return self.whole.versions[stage, microbatch - microbatches] + updates
 
-    def later(self) -> list[set[int]]:
+    def later_in_table(self) -> list[set[int]]:
         """Per stage, the versions made before the end that later batches of the table read."""
         first = self.batches.stop * self.whole.microbatches
         numbers = range(first, self.before_table.microbatches + self.whole.total)
@@ -165,7 +166,7 @@ def unit_of(data: Data, pieces: int) -> int:
     return 1 << samples_of(smallest, data.trees).bit_length()
 
 
-class Part(NamedTuple):
+class Workload(NamedTuple):
     """What ranks do next of a training, numbered through it.
 
     rows     actions
@@ -182,7 +183,7 @@ class Part(NamedTuple):
 
 def microbatches_of(
     table: Schedule,
-    part: Part,
+    work: Workload,
     data: Data,
     row: int,
     *,
@@ -190,37 +191,37 @@ def microbatches_of(
     options: Options,
 ) -> dict[int, dict[int, MicroBatch]]:
     """The micro-batches of a row's stages, by number; only the ends of the model read the data."""
-    m, last, count, replicas = table.microbatches, table.stages - 1, part.pieces, options.replicas
+    m, last, count, replicas = table.microbatches, table.stages - 1, work.pieces, options.replicas
     every = [b * m + k for b in data.numbers for k in range(count)]
     own = [s for s, d in enumerate(table.placement) if d == row]
     recompute = options.recompute.mask(m, m)
-    pieces: list[tuple[Any, Any]] = []
-    if {0, last} & {*own}:
+    pieces: Sequence[tuple[Any, Any]] = [(None, None)] * len(every)
+    if reads := not {0, last}.isdisjoint(own):
         pieces = data.pieces(count * replicas, slice(replica * count, (replica + 1) * count))
 
-    def microbatch(s: int, i: int, k: int) -> MicroBatch:
+    def microbatch(s: int, k: int, x: Any, y: Any) -> MicroBatch:
         batch, place = divmod(k, m)
-        x, y = pieces[i] if pieces else (None, None)
         # Data are numbered batch by batch, and in a batch replica by replica.
         piece = (batch * replicas + replica) * m + place
         return MicroBatch(
-            version=part.version(s, k),
+            version=work.version(s, k),
             update=k // table.per_update,
             batch=batch,
             recompute=recompute[place],
             x=x if s == 0 else None,
             target=y if s == last else None,
-            samples=samples_of(pieces[i], data.trees) if pieces else 0,
+            samples=samples_of((x, y), data.trees) if reads else 0,
             seed=None if options.seed is None else (options.seed, s, piece),
         )
 
-    return {s: {k: microbatch(s, i, k) for i, k in enumerate(every)} for s in own}
+    pairs = [*zip(every, pieces, strict=True)]
+    return {s: {k: microbatch(s, k, *pair) for k, pair in pairs} for s in own}
 
 
-def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]] | None]:
-    """By row, the predicted seconds that a paced run is slowed down to, as `Order.paces`."""
+def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]]]:
+    """By row, the predicted seconds that a paced run is slowed down to; nothing for others."""
     if options.pace is None:
-        return [None] * table.devices
+        return []
     costs = options.costs or Costs(recompute=options.recompute)
     of_all = [
         (duration * options.pace, delay * options.pace)

@@ -17,7 +17,9 @@ from pipelab.predict.memory import (
 )
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
-from pipelab.runtime.orders import Bytes, Outcome, Record
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import Bytes, Outcome, Record, by_stage
+from pipelab.runtime.prepare import Segment
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.table.schedule import Schedule
 
@@ -71,18 +73,17 @@ class Run:
         return f"<Run of {s.name} on {sizes}. {verdict}{pace}{whole}>"
 
 
-def result_of(
-    table: Schedule, outcomes: Sequence[Outcome], replicas: int, first: int, paced: bool
-) -> Run:
-    """Everything but the verdict; `first` is the table's first micro-batch in the training."""
+def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -> Run:
+    """Everything but the verdict."""
+    table, replicas, paced = segment.table, options.replicas, options.pace is not None
     # Data are numbered batch by batch, and in a batch replica by replica.
     by_place = {(o.row, o.replica): o for o in outcomes}
     records = [[by_place[d, r].record for d in range(table.devices)] for r in range(replicas)]
     timelines = [timeline_of(table, of_replica, paced) for of_replica in records]
     last = table.placement[-1]
-    m = table.microbatches
+    m, weights = table.microbatches, by_stage(outcomes, "weights")
     values = [
-        by_place[last, r].losses[first + b * m + k]
+        by_place[last, r].losses[segment.done.microbatches + b * m + k]
         for b in range(table.batches)
         for r in range(replicas)
         for k in range(m)
@@ -93,12 +94,12 @@ def result_of(
         timelines[0],
         mean_losses(values, table.batches),
         [mean for mean, _ in values],
-        [by_place[d, 0].weights.get(s, {}) for s, d in enumerate(table.placement)],
+        [weights.get(s, {}) for s in range(table.stages)],
         [max(record.versions, default=0) for record in records[0]],
         None,
         timelines,
         records[0],
-        {s: names for d in range(table.devices) for s, names in by_place[d, 0].unsplit.items()},
+        by_stage(outcomes, "unsplit"),
     )
 
 
@@ -125,9 +126,10 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
     """
     first, bounds = min(timeline.start), timeline.schedule.bounds
     steps: list[MemoryStep] = []
+    causes = (*Bytes._fields, "activations")
     for d, record in enumerate(records):
-        held, kept = 0, record.at_start
-        for cause, level in zip(Bytes._fields, record.at_start, strict=True):
+        levels = [*record.at_start, 0]
+        for cause, level in zip(causes, levels, strict=True):
             steps.append(MemoryStep(d, first, BEFORE_ALL, cause, level))
         for n, span in enumerate(timeline.spans[bounds[d] : bounds[d + 1]]):
             # [1] an input that came before it was used waits in a buffer
@@ -137,12 +139,12 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
                 steps.append(MemoryStep(d, span.arrived, arrives, "buffers", size))
                 steps.append(MemoryStep(d, span.start, starts, "buffers", -size))
             # [2] all else: the most of the action from its start, what is left from its end
-            levels = [("activations", held, record.most[n], record.held[n])]
-            for cause, before, after in zip(Bytes._fields, kept, record.kept[n], strict=True):
-                levels.append((cause, before, max(before, after), after))
+            after = [*record.kept[n], record.held[n]]
+            most = [*map(max, levels, after)]
+            most[-1] = record.most[n]
             holds, ends = order_of(n, HOLDS), order_of(n, ENDS)
-            for cause, before, most, after in levels:
-                steps.append(MemoryStep(d, span.start, holds, cause, most - before))
-                steps.append(MemoryStep(d, span.end, ends, cause, after - most))
-            held, kept = record.held[n], record.kept[n]
+            for cause, before, top, left in zip(causes, levels, most, after, strict=True):
+                steps.append(MemoryStep(d, span.start, holds, cause, top - before))
+                steps.append(MemoryStep(d, span.end, ends, cause, left - top))
+            levels = after
     return Memory(timeline.schedule.devices, steps, "measured")

@@ -15,10 +15,10 @@ from typing import Any
 
 from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Order, Outcome, Step
+from pipelab.runtime.orders import Order, Outcome, Step, by_stage
 from pipelab.runtime.prepare import (
-    Part,
     Segment,
+    Workload,
     check_table,
     find_partners,
     microbatches_of,
@@ -38,7 +38,7 @@ from pipelab.table.validate import validate
 class Wing(ABC):
     """One library's part in a run: its stages, looked at, and who carries out their jobs.
 
-    The constructor refuses what the library cannot run.
+    The constructor refuses what the library cannot run, and reads a checkpoint to go on from.
 
     optimizer    a method that what `run` takes for one has, and what that is
     trees        how it takes batches apart
@@ -129,6 +129,9 @@ class Wing(ABC):
 class Session(AbstractContextManager):
     """Ranks that do what one training or evaluation needs, from their first order on.
 
+    The constructor looks at all arguments, and reads a checkpoint to go on from; `with` meets other
+    processes; the first `submit` starts the ranks.
+
     wing    the library's part
     done    batches that all ranks have done, or have been told to do
     ranks   this process's, as (row, replica), between the beginning and the end
@@ -193,7 +196,7 @@ class Session(AbstractContextManager):
         """
         with self.wing.context():
             # [1] what it starts from, for the reference
-            wing, replicas, table = self.wing, self.options.replicas, segment.table
+            wing, table = self.wing, segment.table
             start = self.states() if check and self.started else wing.start
             data = Data(batches, segment.batches, wing.trees)
             # [2] run, and keep the checkpoint only if all of it could be written
@@ -201,7 +204,7 @@ class Session(AbstractContextManager):
             try:
                 with wing.saving(save, segment.batches.stop) as draft:
                     self.submit(
-                        segment.part(),
+                        segment.workload(),
                         data,
                         paces=paces_of(table, self.options),
                         training=table.training,
@@ -212,9 +215,7 @@ class Session(AbstractContextManager):
                     outcomes = self.collect()
                     if table.training:
                         self.done = segment.batches.stop
-                    paced = self.options.pace is not None
-                    first = segment.batches.start * segment.whole.microbatches
-                    result = result_of(table, outcomes, replicas, first, paced)
+                    result = result_of(segment, outcomes, self.options)
                     # A rank that could not write its part keeps its outcome: the run is not lost.
                     for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
                         raise unsaved
@@ -271,21 +272,23 @@ class Session(AbstractContextManager):
 
     # ---- orders
 
-    def submit(self, part: Part, data: Data, *, paces: Sequence[Any] = (), **fields: Any) -> None:
+    def submit(
+        self, work: Workload, data: Data, *, paces: Sequence[Any] = (), **fields: Any
+    ) -> None:
         """Give each of this process's ranks its row, and its part of the data.
 
         The first call starts them. `fields` are of every `Order`.
         """
         schedule, options = self.schedule, self.options
         if self.reads and not self.unit:
-            self.unit = unit_of(data, part.pieces * options.replicas)
+            self.unit = unit_of(data, work.pieces * options.replicas)
         orders = [
             Order(
-                actions=part.rows[row],
+                actions=work.rows[row],
                 microbatches=microbatches_of(
-                    schedule, part, data, row, replica=replica, options=options
+                    schedule, work, data, row, replica=replica, options=options
                 ),
-                later=part.later,
+                later=work.later,
                 unit=self.unit,
                 paces=paces[row] if paces else None,
                 **fields,
@@ -321,8 +324,7 @@ class Session(AbstractContextManager):
 
     def states(self) -> dict[int, Any]:
         """By stage, what training goes on from now; only on the first process it is of all."""
-        outcomes = self.ask("the check", state=True)
-        return {s: state for o in outcomes if not o.replica for s, state in o.states.items()}
+        return by_stage(self.ask("the check", state=True), "states")
 
     def _jobs(self) -> list[Job]:
         return [
@@ -351,5 +353,5 @@ class Session(AbstractContextManager):
 
 def steps_of(table: Schedule, outcomes: Sequence[Outcome], replica: int) -> list[Sequence[Step]]:
     """Per stage, what every update of one replica did; empty where another rank has it."""
-    by_row = {o.row: o.steps for o in outcomes if o.replica == replica}
-    return [by_row[d].get(s, []) for s, d in enumerate(table.placement)]
+    found = by_stage(outcomes, "steps", replica)
+    return [found.get(s, []) for s in range(table.stages)]

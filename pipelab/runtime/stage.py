@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipelab.runtime.batches import kind_of
 from pipelab.runtime.ledger import Ledger
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Bytes, MicroBatch, Order, Step
@@ -62,10 +63,7 @@ class Device:
 
     def describe(self, payload: Any) -> str:
         """Types and shapes of a payload's arrays, for an error."""
-        found = [
-            f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
-            for array in self.arrays(payload)
-        ]
+        found = [*map(kind_of, self.arrays(payload))]
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         return ", ".join(found[:4]) + more if found else "no tensors"
 
@@ -145,12 +143,12 @@ class CountingStage(Stage):
     """A stage and what is counted of it; the wings' stages do the computing.
 
     weights  by version: values, so that a version lives as long as the table has readers of it
-    training, keep  as the order says that it was begun with
+    training, keep  as its latest order says; before the first one it trains
     """
 
     def __init__(self, device: Any, options: Options, *, first: bool, last: bool) -> None:
         self.device, self.options = device, options
-        self.training, self.keep = options.training, False
+        self.training, self.keep = True, False
         self.first, self.last = first, last  # whether it is that of the model
         self.fed: dict[int, MicroBatch] = {}
         self.later: Collection[int] = ()
@@ -240,8 +238,8 @@ class CountingStage(Stage):
         """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
         self.device.ledger.drop(self.key(microbatch))
         given = self.fed[microbatch]
-        _one_less(self._left, given.update)
-        _one_less(self._readers, given.version)
+        self._left -= Counter([given.update])  # which forgets a count of 0
+        self._readers -= Counter([given.version])
         self.counts[given.update] = self.counts.get(given.update, 0.0) + count
         # The latest version is what updates start from.
         if given.version == self.latest or self.read_later(given.version):
@@ -277,12 +275,8 @@ class CountingStage(Stage):
         if not 0 <= count < np.inf:
             raise ValueError(f"the loss is the mean of {count}: give how many it is the mean of")
         # A micro-batch that counts nothing may have any mean: it weighs nothing.
-        if (
-            self.options.finite
-            and self.training
-            and count
-            and not np.isfinite(value := float(mean))
-        ):
+        matters = self.options.finite and self.training and count
+        if matters and not np.isfinite(value := float(mean)):
             batch = self.fed[microbatch].batch
             raise FloatingPointError(
                 f"the loss of micro-batch {microbatch} (batch {batch}) is {value}; "
@@ -302,9 +296,3 @@ class CountingStage(Stage):
     def placed(self, data: Any) -> Any:
         """Data on the stage's device."""
         raise NotImplementedError
-
-
-def _one_less(counter: Counter[int], key: int) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any, NoReturn, Protocol
@@ -87,16 +88,17 @@ class Threads(AbstractContextManager):
         self,
         jobs: Sequence[Job],
         transports: Sequence[Transport] = (),
-        progress: Callable[[Job], Callable[[int], None] | None] = lambda job: None,
+        marks: Any = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Start this process's ranks.
 
         transports  one per replica; default: mailboxes, which connect jobs of this process alone
-        progress    of a job: is told its mark of each action before that starts
+        marks       takes each rank's latest progress mark, by its number; default: nobody looks
         clock       is called when all are ready: the time zero on `time.perf_counter`, soon
         """
         self.transports = transports or _mailboxes(jobs[0])
+        self.marks = {} if marks is None else marks
         self.queues: list[Orders] = [SimpleQueue() for _ in jobs]
         self.ready, self.began = Barrier(len(jobs) + 1), 0.0  # all wait until the clock is set
         self.done: SimpleQueue[tuple[int, Outcome | None]] = SimpleQueue()  # None: it has failed
@@ -104,14 +106,17 @@ class Threads(AbstractContextManager):
         self.errors: list[BaseException] = []
         # Stages are made here: threads start with all that may fail behind them.
         homes = [job.home() for job in jobs]
-        workers = []
-        for i, (job, home) in enumerate(zip(jobs, homes, strict=True)):
-            given = i, job, home, job.stages(home), progress(job)
-            name = f"pipelab device {job.row}"
+        self.workers = [
             # Daemons: one that hangs in a library's call must not keep the process from ending.
-            workers.append(Thread(target=self._work, args=given, name=name, daemon=True))
-        self.workers = workers
-        for worker in workers:
+            Thread(
+                target=self._work,
+                args=(i, job, home, job.stages(home)),
+                name=f"pipelab device {job.row}",
+                daemon=True,
+            )
+            for i, (job, home) in enumerate(zip(jobs, homes, strict=True))
+        ]
+        for worker in self.workers:
             worker.start()
         with self._ended_by_errors():
             try:
@@ -166,14 +171,6 @@ class Threads(AbstractContextManager):
         # next garbage collection.
         self.errors.clear()
 
-    def run(self, jobs: Sequence[Job], orders: Sequence[Order]) -> list[Outcome]:
-        """Do one order of every job."""
-        self.start(jobs)
-        self.submit(orders)
-        outcomes = self.collect()
-        self.stop()
-        return outcomes
-
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Everything is done, or has failed."""
         self.stop(error)
@@ -183,9 +180,7 @@ class Threads(AbstractContextManager):
             transport.abort()
         self.ready.abort()
 
-    def _work(
-        self, i: int, job: Job, home: Device, stages: Any, progress: Callable[[int], None] | None
-    ) -> None:
+    def _work(self, i: int, job: Job, home: Device, stages: Any) -> None:
         """The work of a thread."""
         try:
             with home.active():
@@ -194,12 +189,12 @@ class Threads(AbstractContextManager):
                 # after that.
                 self.ready.wait()
                 self.ready.wait()
+                progress = partial(self.marks.__setitem__, job.rank)
                 transport = self.transports[job.replica]
                 worker = Worker(job, stages, home, transport, self.began, progress)
                 while order := self.queues[i].get():
                     outcome = worker.work(order)
-                    if progress:
-                        progress(AFTER)
+                    progress(AFTER)
                     self.done.put((i, outcome))
                     del order, outcome  # else its data would be kept until the next
         except BaseException as error:
@@ -219,9 +214,8 @@ class Threads(AbstractContextManager):
         """Raise the first error of the workers."""
         failures = [e for e in self.errors if not isinstance(e, (Aborted, BrokenBarrierError))]
         try:
-            if failures:
-                raise failures[0]
-            raise Aborted  # all workers were ended: what failed is outside
+            # If there is none, all workers were ended: what failed is outside.
+            raise next(iter(failures), Aborted())
         finally:
             del failures  # as above: the error's traceback refers to this frame
 

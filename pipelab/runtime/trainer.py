@@ -14,8 +14,8 @@ from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, sample
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Order
-from pipelab.runtime.prepare import Part, Segment
+from pipelab.runtime.orders import Order, by_stage
+from pipelab.runtime.prepare import Segment
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
@@ -110,7 +110,9 @@ class Trainer(AbstractContextManager):
             timeout=timeout,
             endless=True,
         )
-        self._every, self._endless = check, Endless(schedule)
+        # How many batches further on the next check is: `inf` for never again, 0 for none at all.
+        self._every = inf if check == "first" else int(check)
+        self._endless = Endless(schedule)
         table = self._endless.table
         wing = wing_of(backend)
         self._session = Session(wing, table, stages, options, batches=table.batches)
@@ -118,7 +120,7 @@ class Trainer(AbstractContextManager):
         self._first = self._begun = self._known = self._session.done
         # Data of orders: a GPU may still have to read what it was given.
         self._under_way: deque[Data | None] = deque()
-        self._losses: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch, replica
+        self._losses: dict[int, dict[tuple[int, int], Any]] = {}  # [batch][replica, micro-batch]
         self._ready: deque[TrainedBatch] = deque()
         self._times: dict[int, float] = {}  # of batches, when they were read
         self._last = 0.0  # when the latest batch was through
@@ -178,10 +180,8 @@ class Trainer(AbstractContextManager):
         table = self._endless.table.part(0, 1).forward_only()
         losses: list[float] = []
         iterator = iter(batches)
-        while True:
-            batch, pieces = self._next(iterator, "evaluate")
-            if batch is END:
-                return losses
+        while found := self._next(iterator, "evaluate"):
+            batch, pieces = found
             if not pieces and batch is not None:  # fewer samples than replicas
                 session = self._session
                 replicas, trees = session.options.replicas, session.wing.trees
@@ -190,6 +190,7 @@ class Trainer(AbstractContextManager):
                 segment = Segment(table, 0, 1, self.number, pieces=pieces or 1)
                 run = self._session.run(segment, {self.number: batch}, check=False)
                 losses += run.losses
+        return losses
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint to a new or empty folder, which all ranks see."""
@@ -206,22 +207,21 @@ class Trainer(AbstractContextManager):
         """The weights as they are now, a state dict per stage; on several machines a rank's own."""
         with self._whole():
             self._empty()
-            outcomes = self._ask("weights", report=True)
-            found = {s: of for o in outcomes if not o.replica for s, of in o.weights.items()}
+            found = by_stage(self._ask("weights", report=True), "weights")
             return [found.get(s, {}) for s in range(self._endless.table.stages)]
 
     # ---- batches
 
     def _train_on_next(self, iterator: Iterator[Any]) -> bool:
         """Read a batch and put it under way, unless it is too short; False if there is none."""
-        batch, pieces = self._next(iterator, "fit")
-        if batch is not END and not self._is_too_short(pieces):
+        found = self._next(iterator, "fit")
+        if found and not self._is_too_short(found[1]):
             with self._whole():
-                self._train_on(batch, pieces)
-        return batch is not END
+                self._train_on(*found)
+        return found is not None
 
-    def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int]:
-        """The next batch, or END; None where it is not needed here. And its micro-batches."""
+    def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int] | None:
+        """The next batch, None where it is not needed here, and its micro-batches; or None."""
         session = self._session
         session.wing.check_caller()
         looks = session.wing.looks and not session.started
@@ -237,7 +237,7 @@ class Trainer(AbstractContextManager):
             pieces, *_ = session.launcher.share(known, call, early=True)
         self._read = None
         if pieces is None:
-            return END, 0
+            return None
         if batch is END:
             raise ValueError(
                 f"there is no batch {self.number} here, and one in process 0: give all the same"
@@ -255,10 +255,9 @@ class Trainer(AbstractContextManager):
 
     def _train_on(self, batch: Any, pieces: int) -> None:
         number, session, endless = self.number, self._session, self._endless
-        most = endless.table.microbatches
         self._times[number] = time.perf_counter()
-        checked = self._is_checked(number)
-        if checked or pieces < most:
+        checked = self._every > 0 and not (number - self._first) % self._every
+        if checked or pieces < endless.table.microbatches:
             self._empty()
             began = time.perf_counter()
             segment = endless.segment(number, pieces)
@@ -272,8 +271,7 @@ class Trainer(AbstractContextManager):
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
-        rows = endless.orders(number, self._begun)
-        session.submit(Part(rows, endless.version, endless.later(number), most), data)
+        session.submit(endless.workload(number, self._begun), data)
         session.done += 1
         self._under_way.append(data)
         if number == self._first and not (session.wing.draws or endless.ahead):
@@ -295,26 +293,18 @@ class Trainer(AbstractContextManager):
             )
         return not fits
 
-    def _is_checked(self, number: int) -> bool:
-        if isinstance(self._every, str) or self._every is False:
-            return bool(self._every) and number == self._first
-        return not (number - self._first) % int(self._every)
-
     def _collect(self) -> None:
         """Wait for the first orders that are under way."""
         outcomes = self._session.collect()
         self._under_way.popleft()
         m, replicas = self._endless.table.microbatches, self._session.options.replicas
         for o in outcomes:
-            self._losses |= {
-                (k, o.replica): value for k, value in o.losses.items() if k >= self._known * m
-            }
-        while True:
-            numbers = range(self._known * m, (self._known + 1) * m)
-            places = [(k, r) for r in range(replicas) for k in numbers]
-            if not all(place in self._losses for place in places):
-                return
-            (loss,) = mean_losses([self._losses.pop(place) for place in places], 1)
+            for k, value in o.losses.items():
+                if k >= self._known * m:  # an outcome may have older ones once more
+                    self._losses.setdefault(k // m, {})[o.replica, k] = value
+        while len(self._losses.get(self._known, ())) == m * replicas:
+            found = self._losses.pop(self._known)
+            (loss,) = mean_losses([found[place] for place in sorted(found)], 1)
             now = time.perf_counter()
             seconds = now - max(self._last, self._times.pop(self._known))
             self._known, self._last = self._known + 1, now
@@ -363,10 +353,9 @@ class Trainer(AbstractContextManager):
 
     def _check_start(self, resume: Any) -> None:
         """ValueError for a checkpoint without versions that are still to be read."""
-        begun, start = self._session.done, self._session.wing.start
-        later = self._endless.later(begun - 1) if begun else []
-        for s, state in start.items():
-            if later and not {v for v in later[s] if v <= max(state.weights)} <= {*state.weights}:
+        later = self._endless.later(self._session.done - 1)
+        for s, state in self._session.wing.start.items():
+            if not {v for v in later[s] if v <= max(state.weights)} <= {*state.weights}:
                 raise ValueError(
                     f"{resume} was made at the end of its table, without the older weights that "
                     "are read next: stop before the end, or save a Trainer"

@@ -40,8 +40,8 @@ def pairs_of_ranks(job: Job) -> list[Ends]:
     rows = {(home[s.inputs[i]], home[i]) for i in s.crossing}  # type: ignore[index]
     for stage, others in job.partners.items():
         rows |= {(s.placement[stage], s.placement[other]) for other in others}
-    pairs = {(a * count + r, b * count + r) for a, b in rows for r in range(count)}
-    return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
+    pairs = {(min(pair), max(pair)) for pair in rows}
+    return sorted((a * count + r, b * count + r) for a, b in pairs if a != b for r in range(count))
 
 
 class _Apart(cloudpickle.Pickler):

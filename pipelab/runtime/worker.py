@@ -43,9 +43,9 @@ def told(error: BaseException) -> str:
         return f"{name} (its message cannot be shown: {type(failed).__name__})"
 
 
-# From a stage to the one whose output its action takes; 0 for none.
-STEP = {Kind.F: -1, Kind.B: 1, Kind.I: 1, Kind.W: 0, Kind.U: 0}
-OUTPUT, GRADIENT, NEWS = "output", "gradient", "news"  # what a message is: see `Transport`
+# What an action takes of another stage, so many further on; W and U take none.
+TAKES = {Kind.F: (-1, "output"), Kind.B: (1, "gradient"), Kind.I: (1, "gradient")}
+NOTHING = 0, ""
 KINDS = len(Kind)
 
 
@@ -232,11 +232,11 @@ class Worker:
         stage, kind, microbatch = action
         if kind is Kind.U and stage in self.job.partners:
             return self._collect_news(action), math.nan
-        source = stage + STEP[kind]
-        if not STEP[kind] or self._home(source) is None:  # its own data, or what I has left
+        step, name = TAKES.get(kind, NOTHING)
+        source = stage + step
+        if not step or self._home(source) is None:  # its own data, or what I has left
             return None, math.nan
-        key = source, OUTPUT if kind is Kind.F else GRADIENT, microbatch, stage
-        payload, at = self.transport.receive(key, self.job.row)
+        payload, at = self.transport.receive((source, name, microbatch, stage), self.job.row)
         if self._home(source) == self.job.row:
             return payload, math.nan
         if self.paces:  # the message says when it was sent; this device has it a delay later
@@ -248,14 +248,14 @@ class Worker:
         # This never waits for the receiver: two rows that first send to each other would wait for
         # ever.
         stage, kind, microbatch = action
-        to = stage - STEP[kind]
+        step, name = TAKES.get(kind, NOTHING)
+        to = stage - step
         target = self._home(to)
-        if STEP[kind] and target is not None:
+        if step and target is not None:
             payload = output if target == self.job.row else self.device.give(output)
             # The paced clock travels along: the receiver adds the delay to it.
             at = self.clock if self.paces else time.perf_counter() - self.began
-            key = stage, OUTPUT if kind is Kind.F else GRADIENT, microbatch, to
-            self.transport.send(key, target, Message(payload, at))
+            self.transport.send((stage, name, microbatch, to), target, Message(payload, at))
 
     def _home(self, stage: int) -> int | None:
         """The row of a stage; None if there is no such one."""
@@ -273,24 +273,23 @@ class Worker:
         if not stage.complete(group):
             return
         # [1] the sums over all replicas, the same in each
-        key = action.stage, group
+        row, own = self.job.row, action.stage
         if self.job.replicas > 1:
-            own = stage.sums(group)
-            sums = self.transport.sum_over_replicas(key, self.job.row, own, self.device)
+            sums = stage.sums(group)
+            sums = self.transport.sum_over_replicas((own, group), row, sums, self.device)
             stage.replace_sums(group, sums)
         # [2] what partners' updates of this group wait for
-        partners = self.job.partners.get(action.stage)
-        if partners:
+        if partners := self.job.partners.get(own):
             # After [1]: a norm is that of the sums over all replicas.
             news = self.device.give(stage.news())
             for other in partners:
                 home = self.job.schedule.placement[other]
-                self.transport.send((action.stage, NEWS, group, other), home, Message(news, 0.0))
+                self.transport.send((own, "news", group, other), home, Message(news, 0.0))
 
     def _collect_news(self, update: Action) -> dict[int, Any]:
         found = {}
         for s in self.job.partners[update.stage]:
-            key = s, NEWS, update.microbatch, update.stage
+            key = s, "news", update.microbatch, update.stage
             message = self.transport.receive(key, self.job.row)
             found[s] = self.device.take(message.payload)
         return found

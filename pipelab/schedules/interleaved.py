@@ -4,8 +4,6 @@
 .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U0 3U0 .       0 and 2, device 1 1 and 3; chunks take turns
 """
 
-from itertools import pairwise
-
 from pipelab.schedules.rows import Rows, flush, one_forward_one_backward
 from pipelab.table.action import Action, B, F, ScheduleError, U
 
@@ -28,10 +26,7 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, longest: int 
     >>> interleaved(4, 8, virtual=2).peak_in_flight
     [11, 9, 7, 5]
     """
-    if longest > 1:
-        rounds = _longer_rounds(devices, microbatches, longest)
-    else:
-        rounds = _rounds(devices, microbatches)
+    rounds = _rounds(devices, microbatches, longest)
     for device in range(devices):
         if virtual == 1:  # a micro-batch waits for no round
             warmup = devices - device - 1
@@ -43,37 +38,27 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, longest: int 
 ABSENT = -1  # of the full table's micro-batches one that the batch does not have
 
 
-def _rounds(devices: int, microbatches: int) -> list[list[int]]:
-    """Rounds of p micro-batches; what is absent is spread evenly.
+def _rounds(devices: int, microbatches: int, longest: int) -> list[list[int]]:
+    """Rounds of p micro-batches, of which the absent are spread evenly; or with `longest`, of p and
+    more, the longer ones first.
 
-    >>> _rounds(4, 6)
-    [[0, 1, 2, -1], [3, 4, 5, -1]]
+    >>> _rounds(4, 6, longest=1), _rounds(4, 9, longest=5)
+    ([[0, 1, 2, -1], [3, 4, 5, -1]], [[0, 1, 2, 3, 4], [5, 6, 7, 8]])
     """
-    count = -(-microbatches // devices)  # rounded up
+    most = longest if longest > 1 else devices
+    count = -(-microbatches // most)  # rounded up
     size, larger = divmod(microbatches, count)
+    if longest > 1 and size < devices:
+        raise ScheduleError(
+            f"longest={longest!r}: {microbatches} micro-batches are no rounds of {devices} to that "
+            "many; leave it out, or give more"
+        )
     rounds, first = [], 0
     for i in range(count):
         present = size + (i < larger)
         rounds.append([*range(first, first + present), *[ABSENT] * (devices - present)])
         first += present
     return rounds
-
-
-def _longer_rounds(devices: int, microbatches: int, longest: int) -> list[list[int]]:
-    """Rounds of at least p, the longer ones first.
-
-    >>> _longer_rounds(4, 9, 5)
-    [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
-    """
-    count = -(-microbatches // longest)
-    size, larger = divmod(microbatches, count)
-    if size < devices:
-        raise ScheduleError(
-            f"longest={longest!r}: {microbatches} micro-batches are no rounds of {devices} to that "
-            "many; leave it out, or give more"
-        )
-    firsts = [i * size + min(i, larger) for i in range(count + 1)]
-    return [[*range(*pair)] for pair in pairwise(firsts)]
 
 
 def _row(device: int, devices: int, rounds: list[list[int]], virtual: int) -> list[Action]:

@@ -7,41 +7,48 @@ import difflib
 import re
 from collections.abc import Collection
 
-TABLE = "That class runs any table: give a CSV file"
-FORWARDS = "Every schedule's forwards run alone by pipelab.evaluate"
-ALSO_KNOWN_AS: dict[str, tuple[str, str]] = {
+# The names that have one of ours, and what to say of some names besides.
+ALSO_KNOWN_AS = {
     # torch.distributed.pipelining; its others are ours in plain letters
-    "1f1b": ("pipedream_flush", ""),
-    "interleaved1f1b": ("interleaved", ""),
-    "interleavedzerobubble": ("zb_h1", "The nearest: it has one stage a device"),
-    "zbvzerobubble": ("zb_v", ""),
-    "pipelineschedulesingle": ("", TABLE),
-    "pipelineschedulemulti": ("", TABLE),
-    "pipelinescheduleruntime": ("", TABLE),
+    "1f1b": "pipedream_flush",
+    "interleaved1f1b": "interleaved",
+    "interleavedzerobubble": "zb_h1",
+    "zbvzerobubble": "zb_v",
     # Megatron-LM
-    "megatron": ("interleaved", ""),
-    "virtualpipeline": ("interleaved", ""),
-    "forwardbackwardpipeliningwithinterleaving": ("interleaved", ""),
-    "forwardbackwardpipeliningwithoutinterleaving": ("pipedream_flush", ""),
-    # DeepSpeed, DeepSeek
-    "train": ("pipedream_flush", ""),  # its TrainSchedule
-    "inference": ("", FORWARDS),
-    "dualpipe": ("dualpipe_v", "The nearest: DualPipe holds every stage twice"),
+    "megatron": "interleaved",
+    "virtualpipeline": "interleaved",
+    "forwardbackwardpipeliningwithinterleaving": "interleaved",
+    "forwardbackwardpipeliningwithoutinterleaving": "pipedream_flush",
+    # DeepSpeed's TrainSchedule; DeepSeek
+    "train": "pipedream_flush",
+    "dualpipe": "dualpipe_v",
     # Alpa, JaxPP, torchgpipe, picotron, ColossalAI, papers
-    "1f1boverlapfriendly": ("eager_1f1b", ""),
-    "std1f1b": ("pipedream_flush", ""),
-    "dapple": ("pipedream_flush", ""),
-    "afab": ("gpipe", ""),
-    "filldrain": ("gpipe", ""),
-    "bfs": ("looped_bfs", ""),
-    "breadthfirst": ("looped_bfs", ""),
-    "depthfirst": ("interleaved", ""),
-    "2bw": ("pipedream_2bw", ""),
-    "zerobubble": ("zb_h1", "The plainest: zb and zb_v are made for your costs and memory"),
-    "zb1p": ("zb", "Give it memory=devices"),
-    "zb2p": ("zb", "Give it memory=2 * devices"),
-    "zbv": ("zb_v", ""),
-    "naive": ("inter_layer", ""),
+    "1f1boverlapfriendly": "eager_1f1b",
+    "std1f1b": "pipedream_flush",
+    "dapple": "pipedream_flush",
+    "afab": "gpipe",
+    "filldrain": "gpipe",
+    "bfs": "looped_bfs",
+    "breadthfirst": "looped_bfs",
+    "depthfirst": "interleaved",
+    "2bw": "pipedream_2bw",
+    "zerobubble": "zb_h1",
+    "zb1p": "zb",
+    "zb2p": "zb",
+    "zbv": "zb_v",
+    "naive": "inter_layer",
+}
+NOTES = {
+    **dict.fromkeys(
+        ("pipelineschedulesingle", "pipelineschedulemulti", "pipelinescheduleruntime"),
+        "That class runs any table: give a CSV file",
+    ),
+    "inference": "Every schedule's forwards run alone by pipelab.evaluate",
+    "interleavedzerobubble": "The nearest: it has one stage a device",
+    "dualpipe": "The nearest: DualPipe holds every stage twice",
+    "zerobubble": "The plainest: zb and zb_v are made for your costs and memory",
+    "zb1p": "Give it memory=devices",
+    "zb2p": "Give it memory=2 * devices",
 }
 
 
@@ -52,12 +59,11 @@ def other_name(name: str, ours: Collection[str]) -> str:
         text = re.sub("[^a-z0-9]", "", text.lower())
         return text.removeprefix("schedule").removesuffix("schedule")
 
-    known = {plain(each): (each, "") for each in ours} | ALSO_KNOWN_AS
+    known = {plain(each): each for each in ours} | ALSO_KNOWN_AS
     called, note = plain(name), "That is its name here"
-    if called not in known:
-        near = difflib.get_close_matches(called, known, 1)
+    if called not in known | NOTES:
+        near = difflib.get_close_matches(called, known | NOTES, 1)
         called, note = near[0] if near else "", ""
-    found, more = known.get(called, ("", ""))
-    note = more or note
+    found, note = known.get(called), NOTES.get(called, note)
     hint = f"did you mean {found}? " if found else ""
     return f"{hint}{note}. " if note else hint

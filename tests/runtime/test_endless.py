@@ -42,7 +42,7 @@ def test_orders_are_the_rows_of_a_long_table(name, p, m, batches, data):
     # What later batches read is kept, as far as it is there.
     made = batches * endless.updates
     longer = table(name, p, m, batches + p + 2)
-    checked = endless.segment(batches - 1).part()
+    checked = endless.segment(batches - 1).workload()
     for s in range(p):
         numbers = range(batches * long.microbatches, longer.total)
         read = {longer.versions[s, k] for k in numbers}

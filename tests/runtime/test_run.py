@@ -959,7 +959,7 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
         def begin(self, began): ...
 
     class Idle(SimpleNamespace):
-        row, replica, schedule, partners, paced = 0, 0, make("gpipe", 1, 1), {}, False
+        rank, row, replica, schedule, partners, paced = 0, 0, 0, make("gpipe", 1, 1), {}, False
 
         def home(self):
             return Home()
@@ -968,6 +968,9 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
             return {0: SimpleNamespace(begin=lambda *_: None)}
 
         def prepare(self, stages): ...
+
+        def mark(self, action):
+            return 0
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipelab.runtime.batches import kind_of
 from pipelab.runtime.drafts import writing
 from pipelab.runtime.torch.state import StageState
 from pipelab.table.schedule import Schedule
@@ -58,14 +59,9 @@ class Index:
 
     def _is_sound(self) -> bool:
         """Whether every field is of its type."""
-        digests = self.digests if isinstance(self.digests, list) else [None]
-        return (
-            all(isinstance(text, str) for text in (self.schedule, self.owner, *digests))
-            and type(self.batch) is int
-            and self.batch >= 0
-            and (self.seed is None or type(self.seed) is int)
-            and isinstance(self.asynchronous, bool)
-        )
+        types: Any = {int}, {int, type(None)}, {bool}, {str}, {list}, {str}
+        right = all(type(x) in of for x, of in zip(vars(self).values(), types, strict=True))
+        return right and self.batch >= 0 and {*map(type, self.digests)} == {str}
 
     def check_fits(self, folder: Path, schedule: Schedule, endless: bool) -> None:
         """ValueError if the schedule, or what `endless` goes on as it, cannot go on from this."""
@@ -169,7 +165,10 @@ def states_for(
         # Buffers are not compared: forwards may have put others there.
         mine, theirs = dict(stages[s].named_parameters()), state.weights[max(state.weights)]
         for name in {**mine, **theirs}:
-            here, there = (_kind_of(weights.get(name)) for weights in (mine, theirs))
+            here, there = (
+                kind_of(weights[name]) if name in weights else "missing"
+                for weights in (mine, theirs)
+            )
             if here != there:
                 raise ValueError(
                     f"weight {name} of stage {s} is {here} in the model and {there} in {folder}: "
@@ -183,12 +182,6 @@ def states_for(
                     "it: give the same model"
                 )
     return states
-
-
-def _kind_of(tensor: Tensor | None) -> str:
-    if tensor is None:
-        return "missing"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _digest(path: Path) -> str:

@@ -34,12 +34,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class Connected(NamedTuple):
-    """What a rank shares with the others.
+    """What a rank shares with the others, and with their parent.
 
+    marks   of progress, by rank
     ready   when each rank was, on the clock of all processes; 0 before
     folder  of all, for files; there until the ranks are killed
     """
 
+    marks: Any
     ready: Any
     folder: str
 
@@ -60,7 +62,7 @@ class Failure:
         self.error = error
 
 
-def rank_process(connection: Connection, rank: int, marks: Any, connected: Connected) -> None:
+def rank_process(connection: Connection, rank: int, connected: Connected) -> None:
     """A rank's process: receive the job, do it, send the outcomes or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
     folder = connected.folder
@@ -84,8 +86,8 @@ def rank_process(connection: Connection, rank: int, marks: Any, connected: Conne
         _keep_freed_memory()
         try:
             _join(rank, connected)
-            marks[rank] = BEFORE
-            for outcome in work(job, partial(marks.__setitem__, rank), connected, orders):
+            connected.marks[rank] = BEFORE
+            for outcome in work(job, connected, orders):
                 _send(connection, outcome)
                 del outcome
         except BaseException as error:
@@ -99,9 +101,7 @@ def rank_process(connection: Connection, rank: int, marks: Any, connected: Conne
 # ---- what it does
 
 
-def perform(
-    job: Job, progress: Callable[[int], None], connected: Connected, orders: Orders
-) -> Iterator[Outcome]:
+def perform(job: Job, connected: Connected, orders: Orders) -> Iterator[Outcome]:
     """Do the orders of this rank's job, at the same time as the others, until it is killed."""
 
     def began() -> float:
@@ -112,7 +112,7 @@ def perform(
 
     wire = GroupWire(job, [""] * len(connected.ready))
     rank = Threads()
-    rank.start([job], [wire] * job.replicas, lambda _: progress, began)
+    rank.start([job], [wire] * job.replicas, connected.marks, began)
     while order := orders.get():
         rank.submit([order])
         del order  # else its data would be kept until the next
@@ -120,10 +120,10 @@ def perform(
 
 
 def perform_once(
-    work: Callable[..., Any], job: RankJob, progress: Callable[[int], None], *_: Any
+    work: Callable[..., Any], job: RankJob, connected: Connected, orders: Orders
 ) -> Iterator[Any]:
     """work(job, progress), once, without orders."""
-    yield work(job, progress)
+    yield work(job, partial(connected.marks.__setitem__, job.rank))
 
 
 def _join(rank: int, connected: Connected) -> None:

@@ -94,7 +94,7 @@ class CudaDevice(CpuDevice):
     The host runs ahead, so marks of time are events.
     """
 
-    def __init__(self, device: torch.device, worker: int = 0) -> None:
+    def __init__(self, device: torch.device, worker: int) -> None:
         super().__init__(device)
         self.stream = stream_of(device, worker)
 
@@ -145,7 +145,7 @@ def stream_of(device: torch.device, worker: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def torch_device(name: str | torch.device, worker: int = 0) -> CpuDevice:
+def torch_device(name: str | torch.device, worker: int) -> CpuDevice:
     """The runtime of a torch device for a worker by its number. ValueError as `find_device`."""
     device = find_device(name)
     return CpuDevice(device) if device.type == "cpu" else CudaDevice(device, worker)

@@ -63,9 +63,10 @@ class GroupWire(Wire):
                 if a == job.rank
             },
         )
-        count = job.replicas
-        rows = [[row * count + r for r in range(count)] for row in range(job.schedule.devices)]
-        self._replicas = [new_group(row) for row in rows][job.row] if count > 1 else None
+        self._replicas = None
+        if (count := job.replicas) > 1:
+            firsts = range(0, count * job.schedule.devices, count)  # all ranks make all groups
+            self._replicas = [new_group(range(a, a + count)) for a in firsts][job.row]
 
     def close(self) -> None:
         super().close()

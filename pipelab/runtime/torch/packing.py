@@ -22,7 +22,7 @@ def like(tensor: Tensor) -> Like:
     return NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride()
 
 
-def empty(like: Like, device: torch.device | str = "cpu") -> Tensor:
+def empty(like: Like, device: torch.device) -> Tensor:
     """A tensor like that, to receive it in."""
     dtype, shape, strides = like
     return torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device)

@@ -28,13 +28,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.orders import Order, Outcome
-from pipelab.runtime.threads import (
-    STARTS,
-    RankJob,
-    Threads,
-    no_progress,
-    place,
-)
+from pipelab.runtime.threads import STARTS, RankJob, Threads, no_progress, place
 from pipelab.runtime.torch.child import Connected, Failure, perform, perform_once, rank_process
 from pipelab.runtime.torch.settings import settings
 from pipelab.runtime.torch.state import Compiled, compile_as, compiled_in
@@ -44,14 +38,11 @@ PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.child"]
 STARTING = Lock()  # this process has one __main__
 
 
-@dataclass
 class Processes(Threads):
     """This process starts one for every rank, and keeps the rest to itself."""
 
-    timeout: float
-
-    def __post_init__(self) -> None:
-        self.all = ExitStack()
+    def __init__(self, timeout: float) -> None:
+        self.timeout, self.all = timeout, ExitStack()
 
     def start(self, jobs: Sequence[Job], *_: Any) -> None:
         self.running = self.all.enter_context(_started(jobs, perform))
@@ -84,21 +75,21 @@ def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: fl
 def _started(
     jobs: Sequence[RankJob], work: Callable[..., Iterator[Any]]
 ) -> Iterator[list["_Rank"]]:
-    """The ranks, until they are killed; each does work(job, progress, connected, orders)."""
+    """The ranks, until they are killed; each does work(job, connected, orders)."""
     with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
         folder = Path(name)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        marks = context.RawArray("q", [STARTS] * len(jobs))  # of progress, in shared memory
         ranks = []
         try:
-            connected = Connected(context.RawArray("d", len(jobs)), name)
+            shared = context.RawArray("q", [STARTS] * len(jobs)), context.RawArray("d", len(jobs))
+            connected = Connected(*shared, name)
             with _main_hidden():
                 _start_server()
                 for job in jobs:
                     # It may raise: before the process is there.
                     packed = _dumps((job, work, _registered(), settings()))
-                    ranks.append(_start(context, job, marks, connected))
+                    ranks.append(_start(context, job, connected))
                     ranks[-1].connection.send_bytes(packed)
             yield ranks
         finally:
@@ -173,13 +164,13 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(context: Any, job: RankJob, marks: Any, connected: Connected) -> _Rank:
+def _start(context: Any, job: RankJob, connected: Connected) -> _Rank:
     mine, theirs = context.Pipe()
-    arguments = (theirs, job.rank, marks, connected)
+    arguments = (theirs, job.rank, connected)
     process = context.Process(target=rank_process, args=arguments, name=f"pipelab rank {job.rank}")
     process.start()
     theirs.close()
-    return _Rank(job, process, mine, marks)
+    return _Rank(job, process, mine, connected.marks)
 
 
 @contextmanager
@@ -204,12 +195,10 @@ def _main_hidden() -> Iterator[None]:
 def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
     """The outcomes of all ranks. RunError for the first that fails, or if none gets on."""
     outcomes = {}
-    left = list(ranks)
+    left: dict[Any, _Rank] = {rank.connection: rank for rank in ranks}
     last, since = ranks[0].marks[:], time.monotonic()
     while left:
-        wait([rank.connection for rank in left], timeout=0.25)
-        for rank in [rank for rank in left if rank.connection.poll()]:
-            left.remove(rank)
+        for rank in map(left.pop, wait(left, timeout=0.25)):
             outcome = rank.receive()
             if isinstance(outcome, Failure):
                 _blame(outcome, left)
@@ -218,18 +207,17 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
         if now != last:
             last, since = now, time.monotonic()
         elif time.monotonic() - since > timeout:
-            held = no_progress([f"{rank.job.where} at {rank.place}" for rank in left], timeout)
-            raise RunError(f"{held}; the processes were killed", left[0].job.rank)
+            places = [f"{rank.job.where} at {rank.place}" for rank in left.values()]
+            first = next(iter(left.values())).job.rank
+            raise RunError(f"{no_progress(places, timeout)}; the processes were killed", first)
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-def _blame(failure: Failure, others: list[_Rank]) -> NoReturn:
+def _blame(failure: Failure, others: dict[Any, _Rank]) -> NoReturn:
     """Raise a rank's failure; if it only lost its connection to another, what happened to that."""
     deadline = time.monotonic() + 2
     while failure.secondary and others and time.monotonic() < deadline:
-        wait([rank.connection for rank in others], timeout=0.1)
-        for rank in [rank for rank in others if rank.connection.poll()]:
-            others.remove(rank)
+        for rank in map(others.pop, wait(others, timeout=0.1)):
             found = rank.receive()
             if isinstance(found, Failure) and not found.secondary:
                 failure = found
@@ -241,11 +229,8 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            cls, compiled, bare = (
-                type(value),
-                compiled_in(value),
-                parametrize.is_parametrized(value),
-            )
+            cls, compiled = type(value), compiled_in(value)
+            bare = parametrize.is_parametrized(value)
             if bare or compiled:
                 # A parametrized one's class forbids it, since others could not import that:
                 # cloudpickle sends it along. No state has what is compiled.

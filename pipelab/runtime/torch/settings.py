@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils import deterministic
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -20,8 +20,11 @@ backends: Any = torch.backends  # some of it is made while torch runs
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # (get, set)
 
 
-def _attributes(owner: Any, *names: str) -> list[Setting]:
-    return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in names]
+def _attribute(path: str) -> Setting:
+    """An attribute, by its path in torch."""
+    owner, _, name = path.rpartition(".")
+    holder = attrgetter(owner)(torch)
+    return partial(getattr, holder, name), partial(setattr, holder, name)
 
 
 def _anomaly() -> tuple[bool, bool]:
@@ -39,27 +42,30 @@ SETTINGS: list[Setting] = [
     (torch.get_default_device, torch.set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    *_attributes(deterministic, "fill_uninitialized_memory"),
+    _attribute("utils.deterministic.fill_uninitialized_memory"),
     (_anomaly, lambda both: torch.autograd.set_detect_anomaly(*both)),
     (_flushes_denormal, torch.set_flush_denormal),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    *_attributes(backends, "fp32_precision"),
-    *_attributes(
-        backends.cuda.matmul,
-        "fp32_precision",
-        "allow_fp16_reduced_precision_reduction",
-        "allow_bf16_reduced_precision_reduction",
-        "allow_fp16_accumulation",
-    ),
-    *_attributes(backends.cudnn, "fp32_precision", "enabled", "benchmark", "benchmark_limit"),
-    *_attributes(backends.cudnn, "deterministic"),
-    *_attributes(backends.cudnn.conv, "fp32_precision"),
-    *_attributes(backends.cudnn.rnn, "fp32_precision"),
-    *_attributes(backends.mkldnn, "fp32_precision", "enabled", "deterministic"),
-    *_attributes(backends.mkldnn.matmul, "fp32_precision"),
-    *_attributes(backends.mkldnn.conv, "fp32_precision"),
-    *_attributes(backends.mkldnn.rnn, "fp32_precision"),
-    *_attributes(backends.opt_einsum, "enabled", "strategy"),
+    _attribute("backends.fp32_precision"),
+    _attribute("backends.cuda.matmul.fp32_precision"),
+    _attribute("backends.cuda.matmul.allow_fp16_reduced_precision_reduction"),
+    _attribute("backends.cuda.matmul.allow_bf16_reduced_precision_reduction"),
+    _attribute("backends.cuda.matmul.allow_fp16_accumulation"),
+    _attribute("backends.cudnn.fp32_precision"),
+    _attribute("backends.cudnn.enabled"),
+    _attribute("backends.cudnn.benchmark"),
+    _attribute("backends.cudnn.benchmark_limit"),
+    _attribute("backends.cudnn.deterministic"),
+    _attribute("backends.cudnn.conv.fp32_precision"),
+    _attribute("backends.cudnn.rnn.fp32_precision"),
+    _attribute("backends.mkldnn.fp32_precision"),
+    _attribute("backends.mkldnn.enabled"),
+    _attribute("backends.mkldnn.deterministic"),
+    _attribute("backends.mkldnn.matmul.fp32_precision"),
+    _attribute("backends.mkldnn.conv.fp32_precision"),
+    _attribute("backends.mkldnn.rnn.fp32_precision"),
+    _attribute("backends.opt_einsum.enabled"),
+    _attribute("backends.opt_einsum.strategy"),
     (backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled),
     (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
     (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),

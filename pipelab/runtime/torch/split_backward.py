@@ -106,7 +106,6 @@ class Halves:
         self.indivisible: str | None = None
         self._groups: list[_Group] = []
         self._above, leaves = _operations(outputs)
-        self._kept = set(self._above)  # operations that W needs
         whole_only = {kind.__name__ for kind in set(map(type, self._above))} & INDIVISIBLE
         if inputs and whole_only:
             name = min(whole_only).removesuffix("Backward")
@@ -119,7 +118,6 @@ class Halves:
         of_inputs = {id(leaf) for leaf in self.inputs}
         ends = {leaf for leaf in leaves if id(leaf.variable) in of_inputs}
         trunk = ends | _leading_to(ends, self._above)
-        self._kept = set()
         for group in _groups([leaf for leaf in leaves if leaf not in ends], self._above, trunk):
             if why := self._once(group):
                 self.together.update((weight.variable, why) for weight in group.weights)
@@ -132,7 +130,6 @@ class Halves:
             for output, gradient in zip(self.outputs, self.gradients, strict=True):
                 if output.node in group.forks - trunk:
                     group.starts.append((output, gradient))
-            self._kept |= group.forks | group.operations
             self._groups.append(group)
 
     def _once(self, group: _Group) -> str | None:
@@ -157,10 +154,8 @@ class Halves:
             found = self._down_the_trunk()
         else:
             found = whole_backward(self.outputs, self.gradients, self.inputs)
-            self._kept = set()
-        self.outputs, self.gradients, self._above = [], [], {}
-        if not self._groups:
             self.inputs = []  # nothing is left to do
+        self.outputs, self.gradients, self._above = [], [], {}
         return found
 
     def _down_the_trunk(self) -> list[Tensor | None]:
@@ -182,7 +177,8 @@ class Halves:
             arrived = [(gate, next(found)) for gate in group.gates]
             group.starts += [(gate, grad) for gate, grad in arrived if grad is not None]
         # What the trunk saved is given back now: this is the memory that a split backward frees.
-        for node in self._above.keys() - self._kept:
+        needed = [group.forks | group.operations for group in self._groups]
+        for node in self._above.keys() - set().union(*needed):
             for saved in _saved(node):
                 if isinstance(saved, Saved):  # numbers and others' hooks have nothing to give back
                     saved.tensor = None
@@ -197,7 +193,7 @@ class Halves:
                 operations, gradients = zip(*group.starts, strict=True)
                 weights = [node.variable for node in group.weights]
                 walk(operations, gradients, weights)
-        self.outputs, self.gradients, self._kept = [], [], set()
+        self.outputs, self.gradients = [], []
 
     def kept(self) -> Iterator[Tensor]:
         """Memory kept until W beside `remaining`: gradients, and inputs that the graph holds."""

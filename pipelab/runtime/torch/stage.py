@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import check_leaves
 from pipelab.runtime.prepare import seed_for
-from pipelab.runtime.torch.device import HERE, CpuDevice, whole_backward
+from pipelab.runtime.torch.device import CpuDevice, whole_backward
 from pipelab.runtime.torch.ledger import Saved, remaining, storages
 from pipelab.runtime.torch.split_backward import Halves
 from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
@@ -54,16 +54,7 @@ class Aliased(NamedTuple):
 
 
 class TorchStage(VersionedStage):
-    """A stage of a module: the base has its weights, here is what a micro-batch does with them.
-
-    draws  by whether it trains, whether its forwards draw random numbers: where that is not known
-           beforehand, the first one shows it. What draws takes turns with other stages, which the
-           rest need not
-    """
-
-    def __init__(self, *arguments: Any, draws: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.draws: dict[bool, bool] = {True: True} if draws else {}
+    """A stage of a module: the base has its weights, here is what a micro-batch does with them."""
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
@@ -71,7 +62,7 @@ class TorchStage(VersionedStage):
         x = given.x if self.first else received
         x, leaves = x if isinstance(x, Aliased) else (x, [])
         if self.training and not given.recompute:
-            with _unwritten(x, leaves) if leaves else HERE:
+            with _unwritten(x, leaves):
                 output, self._kept[microbatch] = self._compute(microbatch, x)
         else:
             self._bind(microbatch)
@@ -79,7 +70,7 @@ class TorchStage(VersionedStage):
                 self._keep_input(microbatch, x)
             # On copies: what works in place must not change what the second forward takes.
             copied, target = pytree.tree_map_only(Tensor, Tensor.clone, (x, given.target))
-            with torch.no_grad(), _unwritten(copied, leaves) if leaves else HERE:
+            with torch.no_grad(), _unwritten(copied, leaves):
                 output = self._apply(microbatch, copied, target)[0]
         # A number on a GPU would have to be waited for: see `update`.
         if self.last and (self._on_cpu or not self.options.finite):
@@ -317,7 +308,7 @@ def _aliases(output: Any) -> list[int]:
 @contextmanager
 def _unwritten(value: Any, leaves: list[int]) -> Iterator[None]:
     """A context in which nothing may write into these leaves. ValueError afterwards if it did."""
-    every = pytree.tree_leaves(value)
+    every = pytree.tree_leaves(value) if leaves else []  # mostly there are none
     before = [(every[i], every[i]._version) for i in leaves]
     yield
     if any(tensor._version != version for tensor, version in before):

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import signature
 from threading import RLock
 from typing import Any
 
@@ -126,7 +125,10 @@ class StageState:
         for name, weight in weights.items():
             if weight in optimizer.state:
                 self.optimizer[name] = _saved(optimizer.state[weight])
-        self.groups = [_saved(_hyperparameters(group)) for group in optimizer.param_groups]
+        self.groups = [
+            _saved({key: value for key, value in group.items() if key != "params"})
+            for group in optimizer.param_groups
+        ]
         for scheduler in schedulers:
             try:
                 self.schedulers.append(_saved(scheduler.state_dict()))
@@ -265,10 +267,6 @@ def make_optimizer(
     return optimizer, schedulers
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
 def _copied(owner: Any, content: Any, copies: dict[int, Any]) -> Any:
     """A deep copy, but for what has one. ValueError where that is not possible."""
     try:
@@ -295,7 +293,7 @@ def _check_step(made: Any) -> None:
     """ValueError for a step that needs what no update has, such as a closure or a metric."""
     try:
         # Of the class: schedulers put a function that hides it into the optimizer.
-        _, *parameters = signature(type(made).step).parameters.values()
+        _, *parameters = inspect.signature(type(made).step).parameters.values()
     except (AttributeError, TypeError, ValueError):  # no function of Python's
         return
     for p in parameters:

@@ -36,6 +36,9 @@ class VersionedStage(CountingStage):
     first, last  whether it is that of the model
     ties    name -> number of the weights that other stages have too: their gradients are added up
     start   what to go on from
+    draws   by whether it trains, whether its forwards draw random numbers: where that is not known
+            beforehand, the first one shows it. What draws takes turns with other stages, which the
+            rest need not
     total   the gradient of the group so far, by weight, of whatever versions
 
     An update copies the latest version only if the table still has readers of it, else it steps in
@@ -53,9 +56,11 @@ class VersionedStage(CountingStage):
         last: bool,
         ties: Mapping[str, int],
         start: StageState | None,
+        draws: bool,
     ) -> None:
         super().__init__(device, options, first=first, last=last)
         self.module, self.ties = module, ties
+        self.draws = {True: True} if draws else {}
         self.total: dict[str, Tensor] = {}
         self.weights = {0: dict(module.named_parameters())}
         # Where each weight stands in the module; in several places if layers share it.
@@ -82,17 +87,15 @@ class VersionedStage(CountingStage):
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._note_constants()
         self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
-        self._modes: list[tuple[nn.Module, bool]] = []  # to put them back after an evaluation
 
     def begin(self, stage: int, order: Order) -> None:
-        super().begin(stage, order)
-        if not self.training and not self._modes:
+        if self.training and not order.training:
             self._modes = [(part, part.training) for part in self.module.modules()]
             self.module.eval()
-        elif self.training:
-            for part, trains in self._modes:
+        elif order.training and not self.training:
+            for part, trains in self._modes:  # after an evaluation they train as before
                 part.train(trains)
-            self._modes = []
+        super().begin(stage, order)
 
     def placed(self, data: Any) -> Any:
         # Copies: a slice would keep, and count as, the memory of the whole batch, with its graph.

@@ -95,6 +95,7 @@ class TorchWing(Wing):
     """Torch modules in threads, processes or ranks of a cluster; with checkpoints and dumps."""
 
     trees = TREES
+    index = Index.read
 
     def __init__(self, schedule: Schedule, stages: Sequence[nn.Module], options: Options) -> None:
         super().__init__(schedule, stages, options)
@@ -106,33 +107,35 @@ class TorchWing(Wing):
             if options.recompute is not Recompute.NEVER:
                 check_generators(stages)
             self.ties = find_ties(schedule, stages)
-        index = None
-        if options.resume:
-            folder = Path(options.resume).resolve()
-            index = Index.read(folder)
-            index.check_fits(folder, schedule, options.endless)
-            self.begun = index.batch
         if options.save:
             check_saved(stages)
         self.launcher, self.devices = _launcher(schedule, options)
-        self.draws = options.seed is not None or (options.training and any_draws(stages))
-        seed = index.seed if index else options.seed
+        drawing = map(_draws, nn.ModuleList(stages).modules())
+        self.draws = options.seed is not None or (options.training and any(drawing))
+        seed = self._resume(Path(options.resume)) if options.resume else options.seed
         self.options = replace(
             options,
             autocast=find_autocast(options.autocast, self.devices),
             # Asking for it draws nothing from the caller's generator.
             seed=torch.initial_seed() if seed is None else seed,
         )
-        if index and options.resume:
-            self.start = checkpoint.states_for(Path(options.resume), index, stages, self._here())
-            read = [] if options.endless else Segment(schedule, 0, index.batch).later()
-            for s, versions in enumerate(read):
-                lost = versions - {*self.start[s].weights} if s in self.start else ()
-                if lost:
-                    raise ValueError(
-                        f"{options.resume} is after batch {index.batch} and has no version "
-                        f"{min(lost)} of the weights of stage {s}: use another checkpoint"
-                    )
+
+    def _resume(self, folder: Path) -> int | None:
+        """Go on from a checkpoint; returns its seed."""
+        path, endless = folder.resolve(), self.options.endless
+        index = Index.read(path)
+        index.check_fits(path, self.schedule, endless)
+        self.begun = index.batch
+        self.start = checkpoint.states_for(folder, index, self.stages, self._here())
+        read = [] if endless else Segment(self.schedule, 0, index.batch).later_in_table()
+        for s, versions in enumerate(read):
+            lost = versions - {*self.start[s].weights} if s in self.start else ()
+            if lost:
+                raise ValueError(
+                    f"{self.options.resume} is after batch {index.batch} and has no version "
+                    f"{min(lost)} of the weights of stage {s}: use another checkpoint"
+                )
+        return index.seed
 
     @classmethod
     def context(cls) -> AbstractContextManager:
@@ -200,10 +203,6 @@ class TorchWing(Wing):
                 checkpoint.write_index(draft, self.schedule, done, self.options.seed, self.owner)
         self.launcher.from_first(lambda: None, "save")  # all ranks may read it from now on
 
-    @classmethod
-    def index(cls, folder: Path) -> Index:
-        return Index.read(folder)
-
     def saved(self, folder: Path) -> list[StageState]:
         # From the files, so that what is judged is what was written.
         index = Index.read(folder)
@@ -219,7 +218,12 @@ class TorchWing(Wing):
             )
 
     def depends_on_cut(self) -> bool:
-        return normalizes_batches(self.stages)
+        # BatchNorm without running averages takes the batch's own in evaluation as well.
+        return any(
+            module.training or not module.track_running_stats
+            for module in nn.ModuleList(self.stages).modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        )
 
 
 def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
@@ -326,23 +330,8 @@ def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str,
     return ties
 
 
-def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
-    """Whether a layer normalizes over a micro-batch, so that its size changes what is computed."""
-    # BatchNorm without running averages takes the batch's own in evaluation as well.
-    found = (
-        module
-        for module in nn.ModuleList(stages).modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    )
-    return any(module.training or not module.track_running_stats for module in found)
-
-
-def any_draws(stages: Sequence[nn.Module]) -> bool:
-    """Whether there is a layer that draws random numbers."""
-    return any(map(_draws, nn.ModuleList(stages).modules()))
-
-
 def _draws(module: nn.Module) -> bool:
+    """Whether a layer draws random numbers."""
     # Attention and recurrent layers name their rate `dropout`.
     attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
     rate = getattr(module, attribute, 0)

@@ -446,7 +446,7 @@ def test_a_rank_ends_quietly_if_its_caller_was_interrupted_meanwhile(tmp_path):
     script = f"""
 from multiprocessing import Pipe
 from pipelab.runtime.torch.child import Connected, rank_process
-rank_process(Pipe()[0], 0, [], Connected(None, {str(tmp_path / "removed")!r}))
+rank_process(Pipe()[0], 0, Connected(None, None, {str(tmp_path / "removed")!r}))
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (1, "")
