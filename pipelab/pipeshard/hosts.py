@@ -12,6 +12,7 @@ from pipelab.jax.distributed import Distributed
 from pipelab.jax.jaxpr import Arrays
 from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.mesh import MeshJob
+from pipelab.runtime.orders import Order, Outcome
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job, RunError
 
@@ -50,6 +51,14 @@ class Hosts(Distributed):
             self._end_of_step, self.owners = job.end_of_step, [*job.processes]
             self.wire = self.wire_between(combinations(range(len(self.owners)), 2), jobs)
         return self.wire
+
+    def run(self, jobs: Sequence[Job], orders: Sequence[Order]) -> list[Outcome]:
+        """Do one order of every job."""
+        self.start(jobs)
+        self.submit(orders)
+        outcomes = self.collect()
+        self.stop()
+        return outcomes
 
     def gather(self, arrays: Arrays) -> Arrays:
         """All arrays on the host: those of other processes' devices come from these."""
