@@ -1,6 +1,7 @@
 """A device that runs torch stages: its clock, payloads to it, and what its actions run in."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -83,6 +84,10 @@ class CpuDevice(Device):
             draw_from(seed, self.device)
             yield partial(drew_from, seed, self.device)
 
+    def first_backward(self) -> AbstractContextManager:
+        """The context of a thread's first backward."""
+        return HERE
+
     def backward_context(self, draws: bool) -> AbstractContextManager:
         """The context of a backward: torch.utils.checkpoint draws in it what its forward drew."""
         return DRAWING if draws else HERE
@@ -107,7 +112,17 @@ class CudaDevice(CpuDevice):
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        # It makes the GPU's context current in this thread, which cuBLAS looks for.
+        torch.cuda.synchronize(self.device)
         with super().active(), torch.cuda.stream(self.stream):
+            yield
+
+    @contextmanager
+    def first_backward(self) -> Iterator[None]:
+        # In autograd's own thread the context is not current, either, which torch mends, and warns
+        # of once.
+        with DRAWING, warnings.catch_warnings():  # one thread at a time
+            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
             yield
 
     def now(self) -> Any:

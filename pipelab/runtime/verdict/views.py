@@ -5,6 +5,7 @@ belong to (numpy, torch or jax.numpy, whose functions have the same names), and 
 host is a few numbers for each slice.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, prod
@@ -331,14 +332,10 @@ class Views:
 
 
 def library(array: Any) -> Any:
-    """numpy, torch or jax.numpy, whichever an array belongs to."""
-    if isinstance(array, np.ndarray | np.generic):
-        return np
-    if hasattr(array, "__array_namespace__"):
+    """The module of functions for it: numpy, torch or jax.numpy."""
+    if hasattr(array, "__array_namespace__"):  # torch's tensors have none
         return array.__array_namespace__()
-    import torch
-
-    return torch
+    return sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def is_whole(array: Any) -> bool:
