@@ -334,7 +334,7 @@ def bound_command(
     for name, seconds in least.by.items():
         print(f"{name:<45} {seconds:>9.6g}")
     limited = memory is not None
-    print(f"\nschedule          seconds   memory{'  fits' * limited}     gap")
+    print(f"\nschedule          seconds   memory{'  fits' if limited else ''}     gap")
     for each in found:
         fits = ("   yes" if each["fits"] else "    no") if limited else ""
         print(

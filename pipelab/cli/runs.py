@@ -194,32 +194,36 @@ def train_command(
         check_targets(save=save)
     if "RANK" in os.environ and not save:
         raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
-    o = training
-    sizes = o.schedule, o.devices, o.microbatches, o.virtual
+    sizes = training.schedule, training.devices, training.microbatches, training.virtual
     schedule = validate(TableOptions(*sizes, batches=steps).make())
-    torch.manual_seed(o.seed)
-    layers, batches, loss, length = o.model(steps)
-    where = {"replicas": o.replicas, "device": device}
+    torch.manual_seed(training.seed)
+    layers, batches, loss, length = training.model(steps)
+    where: dict[str, Any] = {"replicas": training.replicas, "device": device}
     stages = into_stages(layers, schedule, balance, batches[0], loss, **where)
-    if (other := balance != "uniform") and first:
-        _tell_balance(stages, json)
+    name = training.name
+    if balance != "uniform":
+        name += f" balance={[len(stage) for stage in stages]}"
+        if first:
+            _tell_balance(stages, json)
     with nullcontext(save) if save else tempfile.TemporaryDirectory() as folder:
         parts = train(
             schedule,
             stages,
             batches,
             loss,
-            partial(torch.optim.Adam, lr=o.lr),
+            partial(torch.optim.Adam, lr=training.lr),
             folder,
             every=every,
-            name=o.name + other * f" balance={[len(stage) for stage in stages]}",
+            name=name,
             backend=backend,
             devices=device,
-            replicas=o.replicas,
-            clip=o.clip,
+            replicas=training.replicas,
+            clip=training.clip,
             timeout=timeout,
         )
-        report, verdict = _follow(parts, o.batch * length, first, sys.stderr if json else None)
+        report, verdict = _follow(
+            parts, training.batch * length, first, sys.stderr if json else None
+        )
     if first:
         print(dumps(report) if json else f"The first {every} steps of this call: {verdict}")
     if first and not verdict.passed:

@@ -12,8 +12,7 @@ from pipelab.runtime.result import Run
 from pipelab.runtime.run import run
 from pipelab.table.schedule import Schedule
 
-WIDTHS = {True: 32, False: 384}  # of the model's layers: paced, native
-SAMPLES = {True: 4, False: 96}  # of a micro-batch
+PACED, NATIVE = (32, 4), (384, 96)  # width of the model's layers, samples of a micro-batch
 LONGEST = 0.6  # seconds of a paced run
 PACES = 0.012, 0.03  # seconds of an average action: the least that threads keep up with, the most
 
@@ -53,14 +52,15 @@ def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> TryOut:
     """
     import torch
 
-    width, samples = WIDTHS[paced], SAMPLES[paced] * schedule.microbatches
+    width, samples = PACED if paced else NATIVE
+    size = samples * schedule.microbatches
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         stages = [
             torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ELU())
             for _ in range(schedule.stages)
         ]
-        batches = [tuple(torch.randn(2, samples, width)) for _ in range(schedule.batches)]
+        batches = [tuple(torch.randn(2, size, width)) for _ in range(schedule.batches)]
     loss, optimizer = torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1)
     train = partial(
         run, schedule, stages, batches, loss, optimizer, backend="threads", devices="cpu"

@@ -210,13 +210,15 @@ def late_aborts() -> Iterator[None]:
 
     A thread of jax's does, as soon as it hears that another process is dead. Nothing in Python can
     keep it from that, and nobody would learn what has happened to the run. But abort() waits for
-    the handler of its signal, which is C's own sleep here: the signal's number, six, is what it
-    is given, and takes for seconds. The other threads go on meanwhile, unless they wait for what
-    that thread holds: then the abort is the only end.
+    the handler of its signal, which sleeps here. The other threads go on meanwhile, unless they
+    wait for what that thread holds: then the abort is the only end.
     """
     c = ctypes.CDLL(None)
     c.signal.argtypes, c.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    before = c.signal(SIGABRT, ctypes.cast(c.sleep, ctypes.c_void_p))
+    # A handler in C, since none in Python can run there. It is called with the signal's number, and
+    # SIGABRT is 6: C's own `sleep`, as the handler, is called as sleep(6), and sleeps six seconds.
+    sleeps_six_seconds = ctypes.cast(c.sleep, ctypes.c_void_p)
+    before = c.signal(SIGABRT, sleeps_six_seconds)
     yield
     c.signal(SIGABRT, before)
 

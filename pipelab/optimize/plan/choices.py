@@ -76,7 +76,9 @@ class TrainingChoice(NamedTuple):
     @property
     def home(self) -> tuple[int, ...]:
         """The device of a pipeline that each stage is on."""
-        return _home(self.schedule in IN_A_V, self.pipeline, self.virtual)
+        if self.schedule in IN_A_V:
+            return v_placement(self.pipeline)
+        return loop_placement(self.pipeline, self.virtual)
 
     @property
     def split(self) -> bool:
@@ -310,9 +312,9 @@ class Problem:
         sizes = {name: totals[name][b] - totals[name][a] for name in ("weights", *PER_SAMPLE)}
         for name in PER_SAMPLE:
             sizes[name] *= scale
-        # [1] what replicas share out, and gather
+        # [1] what replicas share out, and gather; of an expert there are fewer copies
         weights, experts = sizes["weights"], self._experts(choice.tensor, a, b)
-        own = self._own(choice, weights, experts)
+        own = (weights - experts) / choice.replicas + experts / (choice.replicas // self.expert)
         state = self._state(weights, own)
         if self.zero == 3:
             gather = self._summed(choice, weights, experts, passes=1)
@@ -349,12 +351,6 @@ class Problem:
             "overhead": machine.overhead,
             "link": link[b],
         }
-
-    def _own(self, choice: TrainingChoice, weights: Any, experts: Any) -> Any:
-        """Bytes of a device's part of weights that replicas share out. An expert has fewer copies
-        than the other weights."""
-        copies = choice.replicas // self.expert
-        return (weights - experts) / choice.replicas + experts / copies
 
     def _state(self, weights: Any, own: Any) -> Any:
         """Bytes of the optimizer's state on a device, which has `own` of the weights if they are
@@ -430,11 +426,6 @@ def _longest_rounds(schedule: str, p: int, m: int) -> list[int]:
     if schedule == "interleaved" and m > p and m % p:
         return [1, -(-m // (m // p))]
     return [1]
-
-
-@cache
-def _home(in_a_v: bool, p: int, v: int) -> tuple[int, ...]:
-    return v_placement(p) if in_a_v else loop_placement(p, v)
 
 
 @cache

@@ -90,13 +90,8 @@ class Estimate:
         return dict(zip(total, gains.tolist(), strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        return self.choice.to_json() | {
-            "step": self.step,
-            "throughput": self.throughput,
-            "memory": self.memory,
-            "gap": self.gap,
-            "parts": self.parts,
-        }
+        names = ("step", "throughput", "memory", "gap", "parts")
+        return self.choice.to_json() | {name: getattr(self, name) for name in names}
 
 
 def estimate(problem: Problem, choice: TrainingChoice) -> Estimate:

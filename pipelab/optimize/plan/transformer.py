@@ -81,8 +81,13 @@ class Transformer:
         return self.hidden // self.heads * self.key_heads
 
     @property
+    def _matrices(self) -> int:
+        """Of a feed-forward layer: g of the table above."""
+        return 3 if self.gated else 2
+
+    @property
     def _feed_weights(self) -> int:
-        return (2 + self.gated) * self.hidden * self.feed
+        return self._matrices * self.hidden * self.feed
 
     @property
     def parameters(self) -> float:
@@ -98,12 +103,14 @@ class Transformer:
     def _shares(self) -> tuple[float, float]:
         """Parameters of a layer: all but its experts, and these (where there are several)."""
         feeds = self.experts * self._feed_weights
-        rest = 2 * self.hidden * (self.hidden + self._keys) + 13 * self.hidden * (not self.gated)
+        vectors = 0 if self.gated else 13 * self.hidden  # biases and norms
+        rest = 2 * self.hidden * (self.hidden + self._keys) + vectors
         return (rest, feeds) if self.experts > 1 else (rest + feeds, 0)
 
     @property
     def _words(self) -> int:
-        return self.vocabulary + self.sequence * (not self.gated)
+        """Rows of the embeddings: words, and learned positions."""
+        return self.vocabulary + (0 if self.gated else self.sequence)
 
     def flops(self, batch: int, recompute: bool = True, causal: bool = False) -> float:
         """96 B s l h^2 (1 + s / 6 h + V / 16 l h): arXiv 2104.04473, section 5.1.
@@ -113,7 +120,7 @@ class Transformer:
         """
         s, h = self.sequence, self.hidden
         weights = 2 * h * (h + self._keys) + self.active * self._feed_weights  # that a token meets
-        layer = 2 * s * weights + 4 * s**2 * h / (1 + causal)
+        layer = 2 * s * weights + (2 if causal else 4) * s**2 * h
         head = 2 * s * h * self.vocabulary  # the logits alone: an embedding is looked up
         return batch * ((4 if recompute else 3) * self.layers * layer + 3 * head)
 
@@ -136,7 +143,8 @@ class Transformer:
         shared out over `expert` replicas.
         """
         h, s, k, f, t, c = self.hidden, self.sequence, self._keys, self.feed, tensor, context
-        tokens, e, peak = samples * s / c, self.active, machine.flops * machine.share
+        tokens, e, g = samples * s / c, self.active, self._matrices
+        peak = machine.flops * machine.share
 
         def product(x: float, y: float, rows: float = tokens) -> float:
             sides = 1 / rows + 1 / x + 1 / y if rows else 0.0
@@ -144,12 +152,12 @@ class Transformer:
 
         # [1] seconds of a forward: products, scores, what is read and written, messages
         rows = max(tokens * e * expert / self.experts, 1.0)  # of an expert
-        feeds = (1 + self.gated) * product(h, f / t, rows) + product(f / t, h, rows)
+        feeds = (g - 1) * product(h, f / t, rows) + product(f / t, h, rows)
         products = product(h, (h + 2 * k) / t) + product(h / t, h) + feeds * tokens * e / rows
-        scores = 4 * tokens * s * h / t / peak / (1 + flash)
+        scores = (2 if flash else 4) * tokens * s * h / t / peak
         squares = 0 if flash else 13 * self.heads * s * tokens / t / machine.hbm
         split = t if sequence else 1
-        moved = tokens * (22 * h / split + (2 + self.gated) * 2 * e * f / t) / machine.hbm
+        moved = tokens * (22 * h / split + 2 * g * e * f / t) / machine.hbm
         sent = 2 * machine.collective(2 * tokens * h, t, 1)
         sent += machine.collective(4 * tokens * k / t * c, c, t, 1)
         among = machine.slowest(expert * t * c)  # by each one's own card
