@@ -171,14 +171,6 @@ class Threads(AbstractContextManager):
         # next garbage collection.
         self.errors.clear()
 
-    def run(self, jobs: Sequence[Job], orders: Sequence[Order]) -> list[Outcome]:
-        """Do one order of every job."""
-        self.start(jobs)
-        self.submit(orders)
-        outcomes = self.collect()
-        self.stop()
-        return outcomes
-
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Everything is done, or has failed."""
         self.stop(error)
