@@ -14,6 +14,8 @@ def jax_devices(count: int) -> None:
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:  # JAX was used before
+            if jax.device_count() >= count:
+                return
             clear_backends()
             jax.config.update("jax_num_cpu_devices", count)
     if jax.device_count() < count:

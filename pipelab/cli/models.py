@@ -9,8 +9,18 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from pipelab import Schedule
-from pipelab.cli.options import NAMES, Balance, Count, Finite, Name, Positive, Rate, Seed
+from pipelab import Schedule, validate
+from pipelab.cli.options import (
+    NAMES,
+    Balance,
+    Count,
+    Finite,
+    Name,
+    Positive,
+    Rate,
+    Seed,
+    TableOptions,
+)
 
 
 def small_model(
@@ -146,6 +156,10 @@ class Training:
     @property
     def name(self) -> str:
         return " ".join(f"{key}={value}" for key, value in vars(self).items())
+
+    def table(self, steps: int) -> Schedule:
+        sizes = self.schedule, self.devices, self.microbatches, self.virtual
+        return validate(TableOptions(*sizes, batches=steps).make())
 
     def model(self, steps: int) -> tuple[list, list, Callable, int]:
         """GPT-2's layers, batches of text, a loss, and the length of a passage."""

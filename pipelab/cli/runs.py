@@ -194,17 +194,14 @@ def train_command(
         check_targets(save=save)
     if "RANK" in os.environ and not save:
         raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
-    sizes = training.schedule, training.devices, training.microbatches, training.virtual
-    schedule = validate(TableOptions(*sizes, batches=steps).make())
+    schedule = training.table(steps)
     torch.manual_seed(training.seed)
     layers, batches, loss, length = training.model(steps)
-    where: dict[str, Any] = {"replicas": training.replicas, "device": device}
+    where = {"replicas": training.replicas, "device": device}
     stages = into_stages(layers, schedule, balance, batches[0], loss, **where)
-    name = training.name
-    if balance != "uniform":
-        name += f" balance={[len(stage) for stage in stages]}"
-        if first:
-            _tell_balance(stages, json)
+    other = f" balance={[len(stage) for stage in stages]}" if balance != "uniform" else ""
+    if other and first:
+        _tell_balance(stages, json)
     with nullcontext(save) if save else tempfile.TemporaryDirectory() as folder:
         parts = train(
             schedule,
@@ -214,20 +211,19 @@ def train_command(
             partial(torch.optim.Adam, lr=training.lr),
             folder,
             every=every,
-            name=name,
+            name=training.name + other,
             backend=backend,
             devices=device,
             replicas=training.replicas,
             clip=training.clip,
             timeout=timeout,
         )
-        report, verdict = _follow(
-            parts, training.batch * length, first, sys.stderr if json else None
-        )
+        tokens = training.batch * length
+        report, verdict = _follow(parts, tokens, first, sys.stderr if json else None)
     if first:
         print(dumps(report) if json else f"The first {every} steps of this call: {verdict}")
-    if first and not verdict.passed:
-        raise FailedVerdict(str(verdict))
+        if not verdict.passed:
+            raise FailedVerdict(str(verdict))
 
 
 def _follow(

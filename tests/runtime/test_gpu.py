@@ -108,6 +108,7 @@ def callers_stream(monkeypatch):
             Event=Event,
             stream=lambda stream: stream,
             current_stream=lambda d: mine,
+            synchronize=lambda d: None,
             device_count=torch.cuda.device_count,
         )
 

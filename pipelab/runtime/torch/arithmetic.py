@@ -175,7 +175,7 @@ class TorchArithmetic(reference.Arithmetic):
         random = torch.Generator(self.device).manual_seed(seed)
         errors = torch.empty(array.shape, dtype=torch.float64, device=self.device)
         errors.uniform_(-size, size, generator=random)
-        return array + errors.mul_(torch.where(torch.isfinite(array), array, 0.0))
+        return array + errors * torch.where(torch.isfinite(array), array, 0.0)
 
     # ---- what modules remember
 

@@ -1,5 +1,6 @@
 """Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -115,7 +116,8 @@ def _follow(
 
 def _bar(total: int) -> Any:
     """Shows the time left of a check that takes longer than three seconds, to whoever looks."""
-    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+    looks = sys.stderr.isatty() or "ipykernel" in sys.modules
+    if not looks or os.environ.get("TQDM_DISABLE"):  # which tqdm's bar in a notebook does not heed
         return nullcontext(SimpleNamespace(update=lambda steps=1: None))
     from tqdm.auto import tqdm
 

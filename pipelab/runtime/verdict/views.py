@@ -384,7 +384,7 @@ def change(after: Any, before: Any) -> Any:
     xp = library(after)
     with np.errstate(invalid="ignore"):
         found = after - before
-    if isfinite(float(found.sum())):
+    if isfinite(float(abs(found.sum()))):
         return found
     same = (after == before) | (xp.isnan(after) & xp.isnan(before))
     return xp.where(same, 0.0, found)
