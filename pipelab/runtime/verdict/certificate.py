@@ -18,9 +18,8 @@ small elements as fast as large ones: a column that is a millionth of the larges
 own, and what is wrong in it does not show in the tensor's norm.
 
 A run that computes what our own does, each number to within one rounding, has a ratio of at most
-1: it needs no truth. So after the first update, the truth is computed only where the two differ. In
-the first it always is, to know what the precision hides: of two micro-batches, if the run agrees
-with our own and the batch may be cut, and of the whole batch else.
+1: it needs no truth. So after the first update, in which it always is, the truth is computed only
+where the two differ, or where the loss of the undivided batch is not the mean of its parts.
 
 Where a tensor looks wrong, |own - truth| is measured a few times more, with trained weights that
 are off in their last digit: one draw of a rounding error may be small by chance, and a relu whose

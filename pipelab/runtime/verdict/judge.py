@@ -9,13 +9,13 @@ from itertools import chain, islice, product
 from types import SimpleNamespace
 from typing import Any
 
-from pipelab.runtime.batches import Trees, cut_batch, samples_from, samples_of
+from pipelab.runtime.batches import cut_batch
 from pipelab.runtime.orders import Step
 from pipelab.runtime.prepare import Segment, seed_for
 from pipelab.runtime.result import Run
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.verdict.reference import Piece, Reference
-from pipelab.runtime.verdict.trial import Reading, Trial, Two
+from pipelab.runtime.verdict.trial import Reading, Trial
 from pipelab.table.action import Reads
 from pipelab.table.schedule import Schedule
 
@@ -100,17 +100,17 @@ def _follow(
     table, own = segment.table, trial.own
     for i in range(table.updates if table.training else table.batches):
         pieces = list(islice(stream, len(reading[i])))
-        exact = [_undivided(batches, reading, i)] if whole else pieces
+        undivided = _undivided(batches, reading, i) if whole else None
         if table.training:
             t, made = segment.done.updates + i, [of_stage[i] for of_stage in steps]
-            two = _some(pieces, batches[i], own.arithmetic.trees) if whole else None
-            trial.compare_update(t, made, pieces, exact, two)
+            trial.compare_update(t, made, pieces, undivided)
             trial.compare_step(t, made)
             if i == table.updates - 1:
                 trial.compare_buffers(pieces)
             trial.go_on(t + 1, made, reading[i + 1 :])
         else:
-            trial.compare_losses(pieces, own.losses(pieces), trial.truth.losses(exact))
+            exact = trial.truth.losses([undivided] if undivided else pieces)
+            trial.compare_losses(pieces, own.losses(pieces), exact)
         yield pieces
 
 
@@ -135,15 +135,6 @@ def _check_draws(own: Reference, drawing: bool) -> None:
 
 def _undivided(batches: Sequence[Any], reading: Reading, i: int) -> Piece:
     return Piece(batches[i][0], batches[i][1], reading[i][0])
-
-
-def _some(pieces: Sequence[Piece], batch: Any, trees: Trees) -> Two:
-    """Two neighbours of a batch's pieces, of unequal sizes if there are any; and both undivided."""
-    sizes = [samples_of((piece.x, piece.y), trees) for piece in pieces]
-    k = next((k for k in range(len(sizes) - 1) if sizes[k] != sizes[k + 1]), 0)
-    begin = sum(sizes[:k])
-    x, y = samples_from(batch, slice(begin, begin + sum(sizes[k : k + 2])), trees)
-    return pieces[k : k + 2], Piece(x, y, pieces[k].reads)
 
 
 def _may_be_whole(table: Schedule, rule: str, pieces: int) -> bool:

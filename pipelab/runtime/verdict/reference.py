@@ -153,7 +153,6 @@ class Reference:
         self.tick: Callable[[], object] = lambda: None
         self.traces = True
         self._before = arithmetic.remembered()  # the latest gradient or loss without a jitter
-        self._copied: tuple[tuple[int, ...], list[Weights]] = (), []  # versions, and copies of them
         self._used: list[set[str]] = []  # by stage, the weights that had a gradient in it
 
     def losses(self, pieces: Sequence[Piece], jitter: Jitter | None = None) -> Losses:
@@ -312,7 +311,6 @@ class Reference:
         """
         # With a jitter the memory goes back to where the first opinion started, and forward again.
         now = self.arithmetic.remembered()
-        self._copied = (), []
         if not jitter:
             self._before = now
         else:
@@ -321,7 +319,6 @@ class Reference:
             # One after another: jittered weights are copies, and one piece's are there at a time.
             yield ((self._weights(piece, jitter, k), piece) for k, piece in enumerate(pieces))
         finally:
-            self._copied = (), []
             if jitter:
                 now.restore()
 

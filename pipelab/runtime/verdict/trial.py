@@ -26,7 +26,6 @@ from pipelab.runtime.verdict.views import (
 )
 
 Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
-Two = tuple[Sequence[Piece], Piece]  # pieces, and the same data as one
 CUT = "the undivided batch's gradient"
 COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
 
@@ -41,8 +40,8 @@ class Trial:
               the truth computes in float64 throughout
     unset  where buffers were nan before the first forward
 
-    What agrees with our own computing to the last digit is no further from the truth than that,
-    which is the noise: it needs no truth. In the first update our own is held against it, too.
+    After the first update, what agrees with our own computing to the last digit needs no truth: it
+    is no further from it than our own, which is the noise.
     """
 
     def __init__(
@@ -75,78 +74,57 @@ class Trial:
         t: int,
         steps: Sequence[Step],
         pieces: Sequence[Piece],
-        exact: Sequence[Piece],
-        two: Two | None,
+        undivided: Piece | None,
     ) -> None:
         """The gradient of update t, and the losses of its micro-batches.
 
-        pieces  the data as the run computed it
-        exact   the same as the truth computes it: undivided where the rule allows it
-        two     then some of the pieces, and the same undivided
+        pieces     the data as the run computed it
+        undivided  the same as the truth computes it, where the rule allows it
         """
         own, compute = self.own, self.own.arithmetic
         own_losses, own_gradients = own.gradients(pieces)
         run = own.arrays([step.gradients for step in steps])
-        first, some = not self.counted, two if not self.narrowed else None
         # Where forwards leave traces, the truth has to make them all.
         agrees = not own.traces and self._agree(run, own_gradients, own_losses)
-        if agrees and (some or not first):
-            del run, own_gradients  # there is room for the truth then
-            if some and first:
-                self._compare_some(t, *some)
+        if agrees and self.counted and not (undivided and self.narrowed):
+            if undivided:
+                self._compare_whole_loss(own_losses, pieces, undivided)
             self._count(own_losses)
             return
-        if some and t == 0:
-            self._compare_cut(*some)
-        losses, gradients = self.truth.gradients(exact)
+        losses, gradients = self.truth.gradients([undivided] if undivided else pieces)
+        if undivided and t == 0 and not self.narrowed:
+            self._compare_cut(gradients, pieces)
         again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
         for name, expected in gradients.items():
             # A second opinion is off by the coarsest rounding that there is anywhere inside.
             opinion = again(name, max(compute.eps[name], self.narrowed, compute.mixed))
             self._compare_gradient(t, name, run[name], expected, own_gradients[name], opinion)
-        if two and self.narrowed:
+        if undivided and self.narrowed:
             self._compare_narrowed_cut(gradients, own_gradients, pieces)
         self.compare_losses(pieces, own_losses, losses)
 
     def _compare_gradient(
         self, t: int, name: str, run: Lazy, truth: Lazy, own: Lazy, again: Iterable[Lazy] = ()
     ) -> None:
-        label, floor = (
-            f"the gradient of {name} in update {t}",
-            rounding(self.own.arithmetic.eps[name]),
-        )
-        visible = self.found.add(label, run, truth, floor, own, again)
+        label, eps = f"the gradient of {name} in update {t}", self.own.arithmetic.eps[name]
+        visible = self.found.add(label, run, truth, rounding(eps), own, again)
         self.found.visible[0].extend([] if visible is None else [visible])
 
-    def _compare_some(self, t: int, pieces: Sequence[Piece], undivided: Piece) -> None:
-        """Our own gradient of some micro-batches, with which the run agrees, beside the truth.
-
-        That shows what could have been seen, and whether the batch may be cut.
-        """
-        _, gradients = self.own.gradients(pieces, Jitter(1, 0.0))
-        for name, expected in self._compare_cut(pieces, undivided).items():
-            self._compare_gradient(t, name, gradients[name], expected, gradients[name])
-
-    def _compare_cut(self, pieces: Sequence[Piece], undivided: Piece) -> Arrays:
-        """The gradient of some micro-batches, and of the same samples undivided; returns that.
+    def _compare_cut(self, whole: Arrays, pieces: Sequence[Piece]) -> None:
+        """The batch's gradient, `whole` and in micro-batches.
 
         If they differ in float64, the loss depends on how the batch is cut. Our own computing,
-        which cuts it, is then off by that, and so may any run be. A jitter leaves no trace in the
-        buffers.
+        which cuts it, is then off by that, and so may any run be. This shows in every tensor of the
+        first update; the losses show it in all. A jitter leaves no trace in the buffers.
         """
-
         truth = self.truth
-        losses, exact = truth.gradients(pieces, Jitter(1, 0.0))
-        [(loss, count)], whole = truth.gradients([undivided], Jitter(1, 0.0))
+        exact = truth.gradients(pieces, Jitter(1, 0.0))[1]
         # Second opinions: first how far its own rounding leads.
         sizes = {1: EPS_64}
         near = opinions(lambda d: truth.gradients(pieces, Jitter(d, sizes.get(d, EPS_32)))[1])
         for name, gradient in whole.items():
             label, floor = f"{CUT} of {name} {IS_IT_A_MEAN}", _share_of_it(EPS_32)
             self.found.add(label, gradient, exact[name], floor, None, near(name), whole=True)
-        if count:
-            self._compare_cut_loss(loss, losses, pieces)
-        return whole
 
     def _compare_narrowed_cut(self, whole: Arrays, cut_up: Arrays, pieces: Sequence[Piece]) -> None:
         """The same of the batch, where a layer computes in bfloat16, say, whatever it is given.
@@ -209,11 +187,23 @@ class Trial:
         ) and all(agree(run[name], own[name], compute.eps[name]) for name in own)
 
     def _compare_cut_loss(self, whole: float, exact: Losses, pieces: Sequence[Piece]) -> None:
-        """The loss of a batch, or some of its micro-batches: as a whole, and theirs together."""
+        """The batch's loss, whole and in micro-batches, by the truth."""
         (mean,), truth = mean_losses(exact, 1), self.truth
         again = opinions(lambda d: mean_losses(truth.losses(pieces, Jitter(d, EPS_32)), 1))
         label = f"the undivided batch's loss {IS_IT_A_MEAN}"
         self.found.add(label, whole, mean, EPS_32 * abs(mean), None, again(0), whole=True)
+
+    def _compare_whole_loss(
+        self, losses: Losses, pieces: Sequence[Piece], undivided: Piece
+    ) -> None:
+        """The same, by the truth only where our own does not show that they are equal."""
+        own, truth = self.own, self.truth
+        [(whole, _)], (mean,) = own.losses([undivided], Jitter(1, 0.0)), mean_losses(losses, 1)
+        far = abs(whole - mean) > self.found.check.tolerance * EPS_32 * abs(mean)
+        if far or not np.isfinite(whole) or own.arithmetic.eps_of_loss > EPS_32:
+            [(whole, count)] = truth.losses([undivided])
+            if count:
+                self._compare_cut_loss(whole, truth.losses(pieces), pieces)
 
     def compare_step(self, t: int, steps: Sequence[Step]) -> None:
         """The optimizer's step from the run's own gradient, in the run's own precision.

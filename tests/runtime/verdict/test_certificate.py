@@ -638,3 +638,17 @@ def test_right_slices_are_seldom_doubted_and_never_failed():
         assert found.verdict("").passed
         asked += len(list(opinions)) < 8
     assert asked < 30
+
+
+@pytest.mark.parametrize("padded", [0, 1])  # the batch that has padding
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_a_mean_over_tokens_that_only_later_micro_batches_leave_out(padded, precision):
+    """The first two micro-batches have no padding: they look like a mean over their samples."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(6, 6, dtype=precision), nn.Linear(6, 5, dtype=precision)]
+    data = [(torch.randn(8, 6, dtype=precision), torch.randint(5, (8,))) for _ in range(2)]
+    right = run(make("gpipe", 2, 4, batches=2), modules, data, F.cross_entropy, SGD).check
+    assert right.passed, right
+    data[padded][1][5] = -100
+    found = run(make("gpipe", 2, 4, batches=2), modules, data, F.cross_entropy, SGD).check
+    assert not found.passed and "is the loss a mean over its samples?" in found.worst, found
