@@ -75,7 +75,7 @@ _LAZY = {
     "evaluate": "pipelab.runtime.run",
     "Run": "pipelab.runtime.result",
     "RunError": "pipelab.runtime.worker",
-    "Trainer": "pipelab.runtime.trainer",
+    "Trainer": "pipelab.training.trainer",
 }
 
 

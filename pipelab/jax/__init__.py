@@ -1,1 +1,1 @@
-"""Training JAX functions: `run`, `stage` and `device` for the worker, `trainer` for the check."""
+"""Training JAX functions: `stage` and `device` for the worker, `arithmetic` for the reference."""

@@ -1,11 +1,11 @@
 """Real executors: one worker loop (`worker`) between a transport and the stages of a library.
 
-`run.run` is the way in for a table and `trainer.Trainer` for a training without an end. From the
-caller to a tensor and back, who makes what:
+`run.run` is the way in for a table; a `Trainer`, in the room above, is the one for a training
+without an end. From the caller to a tensor and back, who makes what:
 
     run, Trainer    Options      how to train: the same for all, from here to the stages
         |           Segment      a part of the training from an empty pipeline to an empty one; most
-        |                        batches of a Trainer are in none (`endless`)
+        |                        batches of a Trainer are in none
         v
     Session         Workload     what all ranks do next: rows, and the versions that they read
         |           Data         the batches of it, read when they are first needed
@@ -19,9 +19,7 @@ caller to a tensor and back, who makes what:
         |           Outcome      of an order: losses, weights, and its Record: times and bytes
         v
     Session         Run          of a segment's outcomes (`result`), with the verdict of
-        |                        `verdict.judge`
-        v
-    Trainer         TrainedBatch of each batch, as soon as its losses are there
+                                 `verdict.judge`
 
 Four numberings meet here. A *table* counts micro-batches and updates from 0; a *segment* of it, cut
 out, does so again; the *training* counts through all of them, and so do workloads, orders and

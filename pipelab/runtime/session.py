@@ -1,7 +1,7 @@
 """One training or evaluation: ranks that stay, and what they are told, whichever library computes.
 
-That comes as a `Wing`. A part of a table is carried out, and judged, by `Session.run`;
-`trainer.Trainer` gives orders one after another.
+That comes as a `Wing`. A part of a table is carried out, and judged, by `Session.run`; a `Trainer`
+gives orders one after another.
 """
 
 import time

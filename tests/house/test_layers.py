@@ -15,7 +15,7 @@ ROOT = Path(pipelab.__file__).parent
 
 # From the ground up. A room imports what stands before it, and what its own folder holds.
 SMALL = ["table", "schedules", "predict", "runtime", "plot", "widgets"]
-UPPER = ["editor", "models", "measure", "optimize", "peers", "jax", "pipeshard", "cli"]
+UPPER = ["training", "editor", "models", "measure", "optimize", "peers", "jax", "pipeshard", "cli"]
 ROOMS = [*SMALL, *UPPER]
 USERS = ("cli",)  # they may import the package itself, as users do
 GROUND = ("table", "schedules", "predict")  # plain Python
@@ -172,10 +172,10 @@ def test_scripts_that_leave_the_house_need_nothing_of_it():
             assert top in {"torch", *own, *sys.stdlib_module_names}, f"{name}:{line}"
 
 
-def test_torch_is_known_in_its_own_folder_alone_and_jax_nowhere_in_the_runtime():
+def test_what_runs_and_trains_knows_torch_in_one_folder_and_jax_nowhere():
     known = modules(ROOT)
     for name, path in known.items():
-        if room(f"{name}.") == "runtime":
+        if room(f"{name}.") in ("runtime", "training"):
             own = name.startswith("pipelab.runtime.torch")
             for target, line, _ in imports(path, known):
                 assert target.split(".")[0] not in (JAX if own else JAX | TORCH), f"{path}:{line}"

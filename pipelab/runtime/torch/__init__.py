@@ -1,1 +1,1 @@
-"""Training torch modules: `run`, `stage` and `device` for the worker, `trainer` for the check."""
+"""Training torch modules: `stage` and `device` for the worker, `arithmetic` for the reference."""

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Reads, Schedule, make
-from pipelab.runtime.endless import Endless
 from pipelab.runtime.prepare import Offset
+from pipelab.training.endless import Endless
 
 NAMES = [
     "pipedream",

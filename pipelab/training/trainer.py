@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from pipelab.predict.costs import Recompute
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
-from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, by_stage
@@ -22,6 +21,7 @@ from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.wings import wing_of
 from pipelab.runtime.worker import RunError, told
 from pipelab.table.schedule import Schedule
+from pipelab.training.endless import Endless
 
 END = object()
 
