@@ -64,6 +64,7 @@ __all__ = [
     "make_for",
     "memory",
     "memory_used",
+    "parts",
     "plot",
     "run",
     "simulate",
@@ -76,6 +77,7 @@ _LAZY = {
     "Run": "pipelab.runtime.result",
     "RunError": "pipelab.runtime.worker",
     "Trainer": "pipelab.training.trainer",
+    "parts": "pipelab.runtime.torch.names",
 }
 
 

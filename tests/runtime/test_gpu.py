@@ -116,7 +116,11 @@ def callers_stream(monkeypatch):
             return getattr(torch, name)
 
     monkeypatch.setattr(device, "torch", Torch())
-    monkeypatch.setattr(torch_run, "torch_device", lambda _, rank: device.CudaDevice(CPU, rank))
+    monkeypatch.setattr(
+        torch_run,
+        "torch_device",
+        lambda _, rank: device.CudaDevice(CPU, device.stream_of("cpu", rank)),
+    )
     device.stream_of.cache_clear()
     yield mine
     device.stream_of.cache_clear()
@@ -135,7 +139,7 @@ def test_streams_wait_for_all_that_comes_from_others(name, workers, more, caller
     result = CASES[name].run(CPU)
     assert result.check.passed
     assert 0 < result.timeline.makespan < time.perf_counter() - began
-    streams = [device.stream_of(CPU, worker) for worker in range(workers)]  # those of the run
+    streams = [device.stream_of("cpu", worker) for worker in range(workers)]  # those of the run
     assert all(stream.waited[0] is callers_stream for stream in streams)  # weights and data
     events = sum(len(stream.waited) - 1 for stream in streams)
     messages = len(result.timeline.schedule.crossing) * len(result.replicas)

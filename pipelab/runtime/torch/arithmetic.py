@@ -40,13 +40,13 @@ class TorchArithmetic(reference.Arithmetic):
         self,
         stages: Sequence[nn.Module],
         options: Options,
-        device: str,
+        device: torch.device,
         *,
         wide: bool,
         first: int,
         start: Sequence[StageState],
     ) -> None:
-        self.options, self.device, self.wide = options, torch.device(device), wide
+        self.options, self.device, self.wide = options, device, wide
         self.start = start
         self.at_once = AT_ONCE if self.device.type == "cpu" else 2**24  # launches cost more there
         # [1] the modules, and what they compute in

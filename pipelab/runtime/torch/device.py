@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.stage import Device
 from pipelab.runtime.torch.ledger import TorchLedger
+from pipelab.runtime.torch.names import find_device, find_part
+from pipelab.runtime.torch.parts import stream_of_part
 
 HERE = nullcontext()  # of an action that needs no other context
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
@@ -94,14 +96,14 @@ class CpuDevice(Device):
 
 
 class CudaDevice(CpuDevice):
-    """A GPU with a stream of its own for each `worker`, by number, so that several can share it.
+    """A GPU, or a part of it, with a stream of its own, so that several workers can share it.
 
     The host runs ahead, so marks of time are events.
     """
 
-    def __init__(self, device: torch.device, worker: int) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         super().__init__(device)
-        self.stream = stream_of(device, worker)
+        self.stream = stream
 
     def begin(self, began: float) -> None:
         # Weights and data were put there on the caller's stream.
@@ -151,28 +153,22 @@ class CudaDevice(CpuDevice):
 
 
 @cache
-def stream_of(device: torch.device, worker: int) -> torch.cuda.Stream:
-    """The stream of a worker, the same in every run.
+def stream_of(name: str, worker: int) -> torch.cuda.Stream:
+    """The stream of a worker on a GPU or a part of one, the same in every run.
 
     torch keeps freed memory for the stream that it was used on, and cuBLAS a workspace for each:
     with new streams, every run would take more of both, and be slow until it has them.
     """
-    return torch.cuda.Stream(device)
+    part = find_part(name)
+    return stream_of_part(*part) if part else torch.cuda.Stream(torch.device(name))
 
 
-def torch_device(name: str | torch.device, worker: int) -> CpuDevice:
-    """The runtime of a torch device for a worker by its number. ValueError as `find_device`."""
+def torch_device(name: str, worker: int) -> CpuDevice:
+    """The runtime of a device for a worker by its number. ValueError as `find_device`."""
     device = find_device(name)
-    return CpuDevice(device) if device.type == "cpu" else CudaDevice(device, worker)
-
-
-def find_device(name: str | torch.device) -> torch.device:
-    """A torch device by its name. ValueError if this machine does not have it."""
-    count = torch.cuda.device_count()
-    here = ["cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))]
-    if str(name) not in here:
-        raise ValueError(f"device {str(name)!r}: this machine has {', '.join(here)}")
-    return torch.device(name)
+    if device.type == "cpu":
+        return CpuDevice(device)
+    return CudaDevice(device, stream_of(name, worker))
 
 
 # ---- random numbers

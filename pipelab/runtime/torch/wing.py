@@ -24,7 +24,8 @@ from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
-from pipelab.runtime.torch.device import CpuDevice, find_device, torch_device
+from pipelab.runtime.torch.device import CpuDevice, torch_device
+from pipelab.runtime.torch.names import device_names, find_device, find_part
 from pipelab.runtime.torch.settings import check_modes
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, make_optimizer
@@ -184,7 +185,8 @@ class TorchWing(Wing):
 
     def arithmetic(self, wide: bool, first: int, start: Sequence[StageState]) -> TorchArithmetic:
         # Where there is a GPU, on that: it may round more (TF32), which the reference has to show.
-        home = next((name for name in self.devices if name.startswith("cuda")), self.devices[0])
+        on_gpu = (name for name in self.devices if name.startswith("cuda"))
+        home = find_device(next(on_gpu, self.devices[0]))
         return TorchArithmetic(self.stages, self.options, home, wide=wide, first=first, start=start)
 
     @contextmanager
@@ -234,9 +236,12 @@ def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
         ranks, count = Ranks(options.timeout, table.to_csv()), torch.cuda.device_count()
         # Each rank of a machine takes a GPU of its own, as far as there are enough.
         own = f"cuda:{ranks.local % count}" if count else None
-        return ranks, device_names(table, own if options.devices is None else options.devices)
+        names = device_names(table, own if options.devices is None else options.devices)
+        check_whole(names)
+        return ranks, names
     names = device_names(table, options.devices)
     if options.backend == "processes":
+        check_whole(names)
         from pipelab.runtime.torch.processes import Processes
 
         return Processes(options.timeout), names
@@ -244,6 +249,15 @@ def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
 
 
 # ---- the arguments of `run`: refused where they cannot be run, else looked through
+
+
+def check_whole(names: Sequence[str]) -> None:
+    """ValueError for a part of a GPU: processes on one take turns on all of it."""
+    for name in filter(find_part, names):
+        raise ValueError(
+            f"device {name!r} is a part of a GPU, and parts are of one process: leave out "
+            "backend='processes' (or the launcher), or name whole GPUs"
+        )
 
 
 def check_stages(stages: Sequence[nn.Module]) -> None:
@@ -340,7 +354,7 @@ def _draws(module: nn.Module) -> bool:
 
 def find_autocast(autocast: torch.dtype | None, names: Sequence[str]) -> torch.dtype | None:
     """The type given, or that of the autocast context that the caller is in."""
-    kinds = {torch.device(name).type for name in names}
+    kinds = {find_device(name).type for name in names}
     if autocast is None:
         # A worker thread does not inherit the caller's context.
         enabled = (torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
@@ -351,19 +365,3 @@ def find_autocast(autocast: torch.dtype | None, names: Sequence[str]) -> torch.d
             "supported"
         )
     return autocast
-
-
-def device_names(schedule: Schedule, devices: str | Sequence[Any] | None) -> list[str]:
-    """A torch device per row."""
-    count = torch.cuda.device_count()
-    if devices is None:
-        devices = [f"cuda:{d % count}" if count else "cpu" for d in range(schedule.devices)]
-    names = [devices] * schedule.devices if isinstance(devices, str) else list(devices)
-    if len(names) != schedule.devices:
-        raise ValueError(
-            f"{len(names)} devices for the {schedule.devices} rows of {schedule.name}: name one "
-            "per row; repeats are allowed"
-        )
-    for name in names:
-        find_device(name)  # raises if this machine does not have it
-    return [str(name) for name in names]

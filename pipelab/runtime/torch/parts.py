@@ -1,0 +1,87 @@
+"""A GPU in parts: disjoint shares of its multiprocessors, by CUDA's green contexts.
+
+A kernel of one part has no multiprocessor of another, so that four stages on four parts are a
+pipeline, where on four streams of the whole GPU they wait for each other. Memory and its bandwidth,
+the L2 cache, power, and the host that launches the kernels are shared.
+
+It takes NVIDIA's driver from 550 (CUDA 12.4) on, which documents these calls, and the package
+cuda-bindings, which torch's CUDA builds bring.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+
+def stream_of_part(gpu: int, count: int, number: int) -> torch.cuda.Stream:
+    """A new stream on one of `count` parts of a GPU."""
+    flags = _enum("CUstream_flags", "CU_STREAM_NON_BLOCKING")
+    stream = _call("cuGreenCtxStreamCreate", contexts_of(gpu, count)[number], flags, 0)
+    return torch.cuda.ExternalStream(int(stream), device=torch.device("cuda", gpu))
+
+
+@cache
+def contexts_of(gpu: int, count: int) -> tuple[Any, ...]:
+    """A green context for each part, of equal size; they last as long as the process.
+
+    ValueError where the GPU cannot be divided so.
+    """
+    torch.cuda.synchronize(gpu)  # makes the context of the whole GPU, which parts belong to
+    device = _call("cuDeviceGet", gpu)
+    whole = _call("cuDeviceGetDevResource", device, _multiprocessors())
+    flags = _enum("CUgreenCtxCreate_flags", "CU_GREEN_CTX_DEFAULT_STREAM")
+    groups = ([group] for group in _groups(gpu, whole, count))
+    descriptions = [_call("cuDevResourceGenerateDesc", group, 1) for group in groups]
+    return tuple(_call("cuGreenCtxCreate", each, device, flags) for each in descriptions)
+
+
+def part_sizes(gpu: int, count: int) -> list[int]:
+    """How many multiprocessors each part has."""
+    kind, contexts = _multiprocessors(), contexts_of(gpu, count)
+    return [_call("cuGreenCtxGetDevResource", each, kind).sm.smCount for each in contexts]
+
+
+def _groups(gpu: int, whole: Any, count: int) -> list[Any]:
+    """So many groups of multiprocessors, as large as they can be.
+
+    132 in four: the driver rounds 33 up to 40, of which there are three; of 32 there are four.
+    """
+    total = whole.sm.smCount
+    for least in range(total // count, 0, -1) if count > 0 else ():
+        # All in one call: those of two calls begin with the same multiprocessors.
+        groups, made, _ = _call("cuDevSmResourceSplitByCount", count, whole, 0, least)
+        if made == count:
+            return groups[:count]
+    raise ValueError(
+        f"cuda:{gpu} has {total} multiprocessors, which do not make {count} parts: ask for fewer"
+    )
+
+
+def _multiprocessors() -> Any:
+    return _enum("CUdevResourceType", "CU_DEV_RESOURCE_TYPE_SM")
+
+
+def _enum(kind: str, name: str) -> Any:
+    return getattr(getattr(_driver(), kind), name)
+
+
+def _driver() -> Any:
+    return import_module("cuda.bindings.driver")
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """What a call of the driver gives beside its status. ValueError if it cannot be made."""
+    try:
+        status, *values = getattr(_driver(), name)(*arguments)
+        failed = status.name if status else ""
+    except (ImportError, AttributeError, RuntimeError) as error:  # the package or the driver is old
+        failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if failed:
+        raise ValueError(
+            f"{name} of cuda.bindings fails ({failed}), and parts of a GPU need it: install "
+            "pipelab[gpu] and a driver from 550 on, or name the GPU itself, such as cuda:0, which "
+            "gives each stage a stream of it"
+        )
+    return values[0] if len(values) == 1 else values
