@@ -1,7 +1,7 @@
 """Guesses and exercises of the lectures: what is right is known here, not in the notebooks.
 
-Also what a lecture goes on with (`yours`), what it runs on (`jax_devices`), and whether two runs
-differ (`in_turns`, `told_apart`).
+Also what a lecture goes on with (`yours`), what it runs on (`machine`, `jax_devices`), and whether
+two runs differ (`in_turns`, `told_apart`).
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, not_yet
-from teach.machine import jax_devices
+from teach.machines import jax_devices, machine
 
 __all__ = [
     "NOT_ATTEMPTED",
@@ -21,6 +21,7 @@ __all__ = [
     "guess",
     "in_turns",
     "jax_devices",
+    "machine",
     "told_apart",
     "yours",
 ]
