@@ -2,11 +2,11 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice, product
-from types import SimpleNamespace
 from typing import Any
 
 from pipelab.runtime.batches import cut_batch
@@ -19,6 +19,7 @@ from pipelab.runtime.verdict.trial import Reading, Trial
 from pipelab.table.action import Reads
 from pipelab.table.schedule import Schedule
 
+DELAY = 3.0  # seconds that a check takes without a bar
 EVALUATION = "evaluation: the stages one after another"
 FLUSH = "flush: w(t+1) = w(t) - step(grad f(w(t)))"
 STASHING = "weight stashing: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t)))"
@@ -72,10 +73,10 @@ def judge(
         rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
     # [3] update by update
     updates = table.updates if table.training else table.batches
-    with _bar(2 * sum(map(len, reading[:updates]))) as bar:
-        own.tick = bar.update
+    with _bar(2 * sum(map(len, reading[:updates]))) as count:
+        own.tick = count
         for pieces in _follow(trial, segment, batches, reading, replica_steps[0], stream, whole):
-            bar.update(len(pieces))
+            count(len(pieces))
     # [4] what the run gives back
     trial.compare_results(replica_steps, saved)
     _check_draws(own, drawing)
@@ -114,14 +115,28 @@ def _follow(
         yield pieces
 
 
-def _bar(total: int) -> Any:
-    """Shows the time left of a check that takes longer than three seconds, to whoever looks."""
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[..., object]]:
+    """Counts steps; after three seconds it shows the time left, to whoever looks."""
     looks = sys.stderr.isatty() or "ipykernel" in sys.modules
-    if not looks or os.environ.get("TQDM_DISABLE"):  # which tqdm's bar in a notebook does not heed
-        return nullcontext(SimpleNamespace(update=lambda steps=1: None))
-    from tqdm.auto import tqdm
+    looks = looks and not os.environ.get("TQDM_DISABLE")  # which a bar in a notebook does not heed
+    began, done, bar = time.monotonic(), 0, None
 
-    return tqdm(total=total, desc="check", unit="step", delay=3, leave=False, miniters=1)
+    def count(steps: int = 1) -> None:
+        nonlocal done, bar
+        done += steps
+        if bar:
+            bar.update(steps)
+        elif looks and time.monotonic() - began > DELAY:  # made before, a notebook would keep it
+            from tqdm.auto import tqdm
+
+            bar = tqdm(total=total, initial=done, desc="check", unit="step", leave=False)
+
+    try:
+        yield count
+    finally:
+        if bar:
+            bar.close()
 
 
 def _check_draws(own: Reference, drawing: bool) -> None:

@@ -1,0 +1,44 @@
+"""The bar of a check that takes long: for whoever looks, and nothing of it is left."""
+
+import sys
+import time
+
+import pytest
+
+from pipelab.runtime.verdict import judge
+
+
+@pytest.fixture
+def looking(monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+
+
+def count(steps, seconds):
+    with judge._bar(steps) as bar:
+        for _ in range(steps):
+            time.sleep(seconds)
+            bar()
+
+
+def test_a_short_check_has_none(looking, capsys):
+    count(20, 0.001)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_long_one_shows_what_is_left(looking, capsys, monkeypatch):
+    monkeypatch.setattr(judge, "DELAY", 0.05)
+    count(8, 0.15)
+    shown = capsys.readouterr().err
+    assert "check:" in shown and "/8" in shown and "<00:0" in shown  # so many seconds
+
+
+def test_nobody_looks_or_it_is_not_wanted(looking, capsys, monkeypatch):
+    monkeypatch.setattr(judge, "DELAY", 0.0)
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    count(3, 0.01)
+    monkeypatch.delenv("TQDM_DISABLE")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    count(3, 0.01)
+    assert capsys.readouterr().err == ""
