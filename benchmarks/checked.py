@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,40 +34,49 @@ SIZES = (
 )
 
 
-def report(repeats: int = 3, sizes: Sequence[Size] = SIZES, device: str = "cpu") -> str:
+HEADER = (
+    "weights (M)",
+    "tokens a batch",
+    "batches",
+    "one device (s)",
+    "pipeline, unchecked (s)",
+    "check (s)",
+    "times",
+    "bytes a weight",
+)
+
+
+def report(repeats: int = 3) -> str:
     """One device's training, the pipeline's and the check of it, as a Markdown page."""
     rows = []
+    for row in rows_of(repeats, SIZES, "cpu"):
+        print("|", *(f"{cell} |" for cell in row), file=sys.stderr, flush=True)
+        rows.append(row)
+    return page("# What the check costs", words(repeats), machine("torch"), table(HEADER, rows))
+
+
+def words(repeats: int) -> str:
+    """What the rows are."""
+    return paragraph(
+        "GPT-2s with untied heads, in float32, trained by AdamW: 1F1B on four threads, eight "
+        "micro-batches a batch. Seconds are medians of so many trainings of all batches: "
+        f"{repeats}. *One device* is a plain loop over the same micro-batches. *Times* is the "
+        "check's time as a multiple of that. The last column is the largest memory during a "
+        "checked run less that before, which an unchecked one has reached: what the check adds."
+    )
+
+
+def rows_of(repeats: int, sizes: Sequence[Size], device: str) -> Iterator[list[str]]:
+    """A row for each size, as soon as it is measured."""
     for size in sizes:
         # A process of its own: what another one has freed would be used again, and not be seen.
         command = [sys.executable, __file__, "--case", json.dumps([*size, repeats, device])]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print("|", *(f"{cell} |" for cell in rows[-1]), file=sys.stderr, flush=True)
-    return page(
-        "# What the check costs",
-        paragraph(
-            "GPT-2s with untied heads, in float32, trained by AdamW: 1F1B on four threads, eight "
-            "micro-batches a batch. Seconds are medians of so many trainings of all batches: "
-            f"{repeats}. *One device* is a plain loop over the same micro-batches. *Times* is the "
-            "check's time as a multiple of that. The last column is the largest memory of the "
-            "process during a checked run less that before, which an unchecked one has reached: "
-            "what the check adds."
-        ),
-        machine("torch"),
-        table(
-            (
-                "weights (M)",
-                "tokens a batch",
-                "batches",
-                "one device (s)",
-                "pipeline, unchecked (s)",
-                "check (s)",
-                "times",
-                "bytes a weight",
-            ),
-            rows,
-        ),
-    )
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            error = next(reversed(done.stderr.splitlines()), "no error")
+            yield [str(size), *[""] * (len(HEADER) - 2), error.replace("|", "\\|")]
+        else:
+            yield json.loads(done.stdout.splitlines()[-1])
 
 
 def measured(size: Size, repeats: int, device: str) -> list[str]:
@@ -114,9 +123,9 @@ def measured(size: Size, repeats: int, device: str) -> list[str]:
 
     alone = statistics.median(plain() for _ in range(repeats))
     unchecked = statistics.median(timed(lambda: pipeline(False)) for _ in range(repeats))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _peak(device)
     first = pipeline(True)
-    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    more = _peak(device) - before
     checks = [first, *(pipeline(True) for _ in range(repeats - 1))]
     assert all(done.check.passed for done in checks)
     seconds = statistics.median(done.check.seconds for done in checks)
@@ -128,6 +137,15 @@ def measured(size: Size, repeats: int, device: str) -> list[str]:
         f"{seconds / alone:.1f}",
         f"{more / weights:.0f}",
     ]
+
+
+def _peak(device: str) -> int:
+    """Bytes that the process has had at most, on the host or on a GPU."""
+    import torch
+
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated(device)
 
 
 if __name__ == "__main__":

@@ -6,24 +6,27 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import checked as checked_sizes
 import faults
 from gpu.cases import CASES, processes
-from gpu.measured import Failed, Place, Skip, one_and_four
-from measure import FOLDER, paragraph, table
+from gpu.measured import Failed, Place, Skip, row_of
+from gpu.speed import beside
+from measure import FOLDER, cores, paragraph, table
 
 ROOT = FOLDER.parent
+LARGE = checked_sizes.Size(1600, 48, 50257, 64, 2)
 
 
 def failure(message: str) -> str:
@@ -38,6 +41,19 @@ def last_error(text: str) -> str:
 
 
 # ---- what is checked
+
+
+def check_costs(place: Place) -> list[str]:
+    """The check's time and memory, from 2.6 million weights to GPT-2 XL's 1.6 billion."""
+    few = (checked_sizes.SIZES[0],)
+    sizes = (*checked_sizes.SIZES, LARGE) if place.on_gpu else few
+    device = str(place.device) if place.on_gpu else "cpu"
+    rows = [row_of(*row) for row in checked_sizes.rows_of(1, sizes, device)]
+    return [
+        checked_sizes.words(1),
+        table(checked_sizes.HEADER, rows),
+        "Asked: at most 5 times, and 40 bytes a weight.",
+    ]
 
 
 def checked(place: Place) -> list[str]:
@@ -71,7 +87,8 @@ def launched(place: Place) -> list[str]:
     """The same in processes: by pipes, and as ranks of torchrun."""
     gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if place.on_gpu else ["cpu"]
     check = processes([gpus[0], gpus[-1]]).check
-    rows = [("pipes", 2, "1F1B", "passed" if check.passed else f"FAILED: {check}")]
+    verdict = "passed" if check.passed else f"FAILED: {check}"
+    rows: list[tuple[Any, ...]] = [("pipes", 2, "1F1B", verdict)]
     counts = sorted({case.workers for case in CASES.values()})
     starts = [("NCCL" if place.on_gpu else "gloo", count) for count in counts]
     if place.on_gpu and len(gpus) == 1:
@@ -95,10 +112,10 @@ def launched(place: Place) -> list[str]:
     return parts
 
 
-def on_ranks(module: str, count: int, wire: str) -> list[tuple[str, str]]:
+def on_ranks(module: str, count: int, wire: str, *more: str) -> list[tuple[str, ...]]:
     """What the first of `count` ranks of torchrun, which run a module, says of each run."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(count), "-m", module, wire]
+    command += ["--nproc-per-node", str(count), "-m", module, wire, *more]
     with tempfile.TemporaryDirectory() as folder:
         log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/%p"}
         piped: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": FOLDER}
@@ -137,24 +154,29 @@ def faults_on_ranks(place: Place) -> list[str]:
 
 
 def jax_stages(place: Place) -> list[str]:
-    """The jax backend: four stages on one device, checked, and beside one stage."""
-    from gpu.jax_stages import on_devices
+    """The jax backend: four stages on one device, checked, and beside one jitted step."""
+    from gpu.jax_stages import on_devices, one_step, pipeshard_step
 
     device, sizes = _jax_devices(place)[0], place.sizes
     check = on_devices([device] * 4, sizes.microbatches, checked=True).check
     if not check.passed:
         raise RuntimeError(f"the check failed: {check}")
 
-    def seconds(stages: int) -> float:
-        done = on_devices([device] * stages, sizes.microbatches, checked=False)
-        return statistics.median(done.timeline.batch_seconds())
+    def stages(count: int) -> list[float]:
+        done = on_devices([device] * count, sizes.microbatches, checked=False)
+        return list(done.timeline.batch_seconds())
 
+    ways = {f"backend jax, {n} stages": partial(stages, n) for n in (1, 2, 4)}
+    ways["pipeshard, 1 stage"] = partial(pipeshard_step, device, sizes.microbatches)
+    plain = partial(one_step, device, sizes.microbatches)
+    rows = [row_of(name, *beside(call, plain, 1.10)) for name, call in ways.items()]
     return [
         paragraph(
             f'`run(backend="jax")` on {device}: the check of four stages passed (ratio '
-            f"{check.ratio:.2f}). Stages wait for what they compute."
+            f"{check.ratio:.2f}). Beside one jitted step that scans the same micro-batches; "
+            "stages wait for what they compute. A/A: the jitted step beside itself."
         ),
-        *one_and_four(seconds, sizes.repeats),
+        table(("run", "ms a batch", "one jitted step", "times", "A/A", "asked"), rows),
     ]
 
 
@@ -221,42 +243,73 @@ def suite(place: Place) -> list[str]:
 
 
 def lectures(place: Place) -> list[str]:
-    """The lectures, executed in a temporary folder, while there is time."""
-    for name in ("nbconvert", "ipykernel"):
+    """The lectures, executed in a temporary folder while there is time; outputs are kept."""
+    for name in ("nbclient", "ipykernel"):
         if not importlib.util.find_spec(name):
             raise Skip(f"lectures need {name}, which is not installed")
     deadline = time.monotonic() + place.seconds - 10  # to end in time
-    rows = []
-    for book in sorted((ROOT / "notebooks").glob("*.ipynb")):
+    kept = Path(os.environ.get("OUT") or ROOT / "build" / "gpu") / "lectures"
+    kept.mkdir(parents=True, exist_ok=True)
+
+    def one(book: Path) -> tuple[str, ...]:
         began = time.monotonic()
-        outcome = _executed(book, deadline - began)
-        rows.append((book.stem, outcome, f"{time.monotonic() - began:.0f}"))
-    text = [table(("lecture", "outcome", "seconds"), rows)]
-    if any(outcome.startswith("FAILED") for _, outcome, _ in rows):
+        outcome = _executed(book, kept / book.name, deadline - began)
+        return row_of(book.stem, outcome, f"{time.monotonic() - began:.0f}")
+
+    # Most of a lecture is Python's work: four cores for each.
+    with ThreadPoolExecutor(max(1, cores() // 4)) as pool:
+        rows = list(pool.map(one, sorted((ROOT / "notebooks").glob("*.ipynb"))))
+    text = [
+        table(("lecture", "outcome", "seconds"), rows),
+        "Asked: no error, no warning, 40 seconds each.",
+    ]
+    if any(row[1].startswith("FAILED") for row in rows):
         raise Failed(text)
     return text
 
 
-def _executed(book: Path, seconds: float) -> str:
-    """What came of a lecture that has so many seconds."""
+EXECUTE = """
+import sys
+import nbformat
+from nbclient import NotebookClient
+
+book = nbformat.read(sys.argv[1], 4)
+try:
+    NotebookClient(book, timeout=None, resources={"metadata": {"path": sys.argv[3]}}).execute()
+finally:
+    nbformat.write(book, sys.argv[2])
+"""
+
+
+def _executed(book: Path, kept: Path, seconds: float) -> str:
+    """What came of a lecture that has so many seconds; `kept` gets what it printed."""
     if seconds < 10:
         return "skipped: no time left"
     with tempfile.TemporaryDirectory() as folder:
-        copied, errors = shutil.copy(book, folder), Path(folder) / "errors"
-        beside = os.pathsep.join([str(book.parent), os.environ["PYTHONPATH"]])  # what they import
-        command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace"]
+        errors = Path(folder) / "errors"
+        beside_it = os.pathsep.join([str(book.parent), os.environ["PYTHONPATH"]])  # its imports
+        command = [sys.executable, "-c", EXECUTE, str(book), str(kept), folder]
         with open(errors, "w") as output:  # a pipe would be open until the kernel ends, too
             try:
                 done = subprocess.run(
-                    [*command, copied],
+                    command,
                     stderr=output,
                     timeout=seconds,
-                    env=os.environ | {"PYTHONPATH": beside},
+                    env=os.environ | {"PYTHONPATH": beside_it},
                 )
             except subprocess.TimeoutExpired:
                 return "skipped: no time left"
         if not done.returncode:
-            return "executed"
+            warned = _warnings(kept)
+            return f"FAILED: it warns: {warned}" if warned else "executed"
         error = last_error(errors.read_text())
     missing = re.search(r"No module named '([\w.]+)'", error)
     return f"skipped: it needs {missing[1]}" if missing else failure(error)
+
+
+def _warnings(book: Path) -> str:
+    """The first line that a lecture wrote to its error stream, if there is one."""
+    cells = json.loads(book.read_text())["cells"]
+    outputs = (output for cell in cells for output in cell.get("outputs", ()))
+    said = ["".join(of["text"]) for of in outputs if of.get("name") == "stderr"]
+    return said[0].partition("\n")[0].replace("|", "\\|") if said else ""

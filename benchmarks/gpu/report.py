@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from gpu.executed import (
+    check_costs,
     checked,
     faults_on_ranks,
     jax_processes,
@@ -32,19 +33,37 @@ from gpu.executed import (
     pipeshard,
     suite,
 )
-from gpu.measured import DEFAULTS, Failed, Place, Skip, clocks, memory, predictions, streams
+from gpu.measured import (
+    DEFAULTS,
+    KEPT,
+    Failed,
+    Place,
+    Skip,
+    clocks,
+    memory,
+    predictions,
+    sharing,
+    streams,
+)
+from gpu.speed import beside_a_loop, beside_torchgpipe, beside_torchs_runtime
 from measure import FOLDER, check_folder, machine, page, paragraph, table
 from pipelab.table.action import check_counts
 
 HERE = Path(__file__).parent
 SECONDS = 540  # of all sections together
-LONGEST = 150  # of one, other than the last: a hang must not take the others' time
+LONGEST = 150  # of one: a hang must not take the others' time
 ENDING = 5  # that what hangs has to end by itself
 SECTIONS: dict[str, Callable[[Place], list[str]]] = {
+    "What the check costs": check_costs,
+    "What parts of one GPU share": sharing,
+    "Predictions": predictions,
+    "Lectures": lectures,
+    "Beside a plain loop": beside_a_loop,
+    "Beside torchgpipe": beside_torchgpipe,
+    "Beside torch's runtime": beside_torchs_runtime,
     "Four stages on one GPU": streams,
     "The timeline and the clock": clocks,
     "Memory": memory,
-    "Predictions": predictions,
     "Checked runs": checked,
     "Processes": launched,
     "Faults": faults_on_ranks,
@@ -52,7 +71,6 @@ SECTIONS: dict[str, Callable[[Place], list[str]]] = {
     "JAX in two processes": jax_processes,
     "Pipeshard": pipeshard,
     "The suite's GPU tests": suite,
-    "Lectures": lectures,  # in what time is left
 }
 PAGES = {"cuda": "gpu.md", "cpu": "cpu.md"}
 INTRODUCTIONS = {
@@ -128,7 +146,9 @@ def in_a_process(title: str, device: str, seconds: float) -> Outcome:
         if file.exists():
             outcome = Outcome(*json.loads(file.read_text()))
         else:
-            outcome = Outcome("FAILED", [f"Failed: `{ending}`"])
+            kept = [line[len(KEPT) + 1 :] for line in written.splitlines() if line.startswith(KEPT)]
+            until = ["The rows until then:", "\n".join(["```", *kept, "```"])] if kept else []
+            outcome = Outcome("FAILED", [f"Failed: `{ending}`", *until])
     if outcome.state == "FAILED":
         sys.stderr.write(written)
     return outcome
@@ -171,7 +191,7 @@ def report(
         if left < 1:
             outcome = Outcome("skipped", [f"Skipped: the {seconds:.0f} seconds were over."])
         else:
-            outcome = run(title, device, left if title == "Lectures" else min(left, LONGEST))
+            outcome = run(title, device, min(left, LONGEST))
         took = time.monotonic() - began
         print(f"{title}: {outcome.state} ({took:.0f} s)", file=sys.stderr, flush=True)
         rows.append((title, outcome.state, f"{took:.0f}"))

@@ -196,12 +196,14 @@ def test_ranks_share_gpus(rank, gpus, wire, given, monkeypatch):
     assert shell == {"LOCAL_RANK": str(rank)} | given
 
 
-ROUGH = Sizes(16, 32, 0.0, layers=4, microbatches=2, repeats=2)
+ROUGH = Sizes(16, 32, 0.0, microbatches=4, repeats=2, pairs=2)
 HERE = Place(CPU, ROUGH, 60)
+LONG = ("What the check costs", "Lectures", "Processes", "Faults", "JAX in two processes")
+LONG += ("The suite's GPU tests", "Checked runs")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("title", [*gpu.SECTIONS][:5])
+@pytest.mark.parametrize("title", [title for title in gpu.SECTIONS if title not in LONG])
 def test_what_a_gpu_shows_rehearsed(title):
     outcome = gpu.attempt(title, HERE)
     assert outcome.state == ("skipped" if title == "Memory" else "passed"), outcome.parts

@@ -1,0 +1,262 @@
+"""How fast training is on a GPU beside a plain loop, torchgpipe and torch's own runtime.
+
+GPT-2 small on all of them. Every row is a turn of A B A B with what it stands beside, and is
+printed as soon as it is there: what is cut off keeps the rows that it had.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu.measured import Place, row_of
+from measure import in_turn, paragraph, spread, table
+from pipelab import make, run
+from pipelab.models import split
+from pipelab.models.gpt2 import gpt2, next_token_loss
+from pipelab.optimize.cut import uniform
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-4)
+MICROBATCHES = 8
+BATCHES = 4  # the first one warms up
+WAYS = {
+    # what is run: (schedule, stages a device, the most times the plain loop with large and with
+    # small micro-batches)
+    "1F1B": ("pipedream_flush", 1, 1.05, 1.15),
+    "GPipe": ("gpipe", 1, 1.05, 1.15),
+    "interleaved": ("interleaved", 2, None, None),
+    "PipeDream": ("pipedream", 1, 1.15, None),
+    "ZB-H1": ("zb_h1", 1, 1.15, None),
+}
+HEADER = ("run", "tokens a micro-batch", "ms a batch", "plain loop", "times", "A/A", "asked")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A GPT-2, and random tokens for it.
+
+    samples, length  of a micro-batch
+    """
+
+    width: int
+    blocks: int
+    vocabulary: int
+    samples: int
+    length: int
+
+    def layers(self) -> list[nn.Module]:
+        torch.manual_seed(0)
+        return gpt2(
+            vocabulary=self.vocabulary,
+            length=self.length,
+            width=self.width,
+            blocks=self.blocks,
+            tied=False,
+        )
+
+    def batches(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        shape = MICROBATCHES * self.samples, self.length
+        pairs = [[torch.randint(self.vocabulary, shape) for _ in "xy"] for _ in range(BATCHES)]
+        return [(x.to(device), y.to(device)) for x, y in pairs]
+
+
+def texts(place: Place) -> dict[str, Text]:
+    """A GPT-2 small with large and with small micro-batches; small throughout in a rehearsal."""
+    if not place.on_gpu:
+        return {"large": Text(64, 6, 512, 4, 16), "small": Text(64, 6, 512, 2, 8)}
+    return {
+        "large": Text(768, 12, 50257, 8, 1024),
+        "small": Text(768, 12, 50257, 4, 256),
+    }
+
+
+def beside_a_loop(place: Place) -> list[str]:
+    """Each schedule on four streams of one GPU beside a plain loop, in mixed precision."""
+    rows = []
+    for size, text in texts(place).items():
+        layers, data = _on(place, text)
+        for name, (schedule, virtual, *asked) in WAYS.items():
+            ours = partial(pipeline, place, layers, data, schedule, 4, virtual)
+            plain = partial(loop, place, layers, data)
+            most = asked[size == "small"]
+            rows.append(row_of(name, text.samples * text.length, *beside(ours, plain, most)))
+    return [
+        paragraph(
+            "GPT-2 small (163 M weights, head of its own), AdamW, bfloat16 autocast, "
+            f"{MICROBATCHES} micro-batches a batch: four stages, each on a stream of one GPU, "
+            "beside a loop over the same micro-batches on the whole model. Milliseconds a batch, "
+            "without the first; median (least-most) of the turns. A/A: the loop beside itself."
+        ),
+        table(HEADER, rows),
+    ]
+
+
+def beside_torchgpipe(place: Place) -> list[str]:
+    """GPipe in float32 beside torchgpipe, whose threads do not inherit autocast."""
+    rows = []
+    for text in texts(place).values():
+        layers, data = _on(place, text)
+        stages = split(layers, uniform(len(layers), 4))
+        names = [str(place.device)] * 4
+
+        given = stages, data, next_token_loss, ADAMW
+        how = dict(chunks=MICROBATCHES, devices=names, trace=False)
+        theirs = partial(by_torchgpipe, given, how)
+        ours = partial(pipeline, place, layers, data, "gpipe", 4, 1, mixed=False)
+        rows.append(row_of("GPipe", text.samples * text.length, *beside(ours, theirs, 1.0)))
+    return [
+        paragraph(
+            "The same in float32, beside torchgpipe on the same devices; A/A is torchgpipe's."
+        ),
+        table((*HEADER[:3], "torchgpipe", *HEADER[4:]), rows),
+    ]
+
+
+def by_torchgpipe(given: Sequence[Any], how: dict[str, Any]) -> list[float]:
+    """The same of torchgpipe."""
+    from pipelab.peers.torchgpipe import run_torchgpipe
+
+    return list(run_torchgpipe(*given, **how).seconds[1:])
+
+
+def pipeline(
+    place: Place,
+    layers: list[nn.Module],
+    data: list[Any],
+    schedule: str,
+    devices: int,
+    virtual: int,
+    *,
+    mixed: bool = True,
+) -> list[float]:
+    """Seconds of every batch but the first, by a schedule."""
+    made = make(schedule, devices, MICROBATCHES, virtual=virtual, batches=len(data))
+    stages = split(layers, uniform(len(layers), made.stages))
+    how = dict(devices=str(place.device), autocast=torch.bfloat16 if mixed else None, check=False)
+    done = run(made, stages, data, next_token_loss, ADAMW, **how)
+    return list(done.timeline.batch_seconds())
+
+
+def loop(place: Place, layers: list[nn.Module], data: list[Any]) -> list[float]:
+    """The same of a plain loop over the micro-batches."""
+    model = nn.Sequential(*copy.deepcopy(layers))
+    optimizer, ends = ADAMW(model.parameters()), []
+    for x, y in data:
+        for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            with torch.autocast(place.device.type, torch.bfloat16):
+                value = next_token_loss(model(a), b) / MICROBATCHES
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        place.wait()
+        ends.append(time.perf_counter())
+    return [b - a for a, b in pairwise(ends)]
+
+
+def beside(
+    ours: Callable[[], Sequence[float]], theirs: Callable[[], Sequence[float]], most: float | None
+) -> list[str]:
+    """The cells of a row: ours, theirs, how many times, theirs beside itself, and what is asked."""
+
+    def middle(call: Callable[[], Sequence[float]]) -> float:
+        return statistics.median(call())
+
+    mine, other = in_turn([partial(middle, ours), partial(middle, theirs)], 3)
+    ratios = [a / b for a, b in zip(mine, other, strict=True)]
+    itself = [b / a for a, b in pairwise(other)]
+    return [
+        spread(mine, ".1f"),
+        spread(other, ".1f"),
+        spread(ratios, ".2f", 1),
+        spread(itself, ".2f", 1),
+        "" if most is None else f"{most:.2f}",
+    ]
+
+
+def _on(place: Place, text: Text) -> tuple[list[nn.Module], list[Any]]:
+    layers = [layer.to(place.device) for layer in text.layers()]
+    return layers, text.batches(place.device)
+
+
+# ---- two ranks
+
+
+def beside_torchs_runtime(place: Place) -> list[str]:
+    """Two ranks of torchrun, by pipelab and by torch.distributed.pipelining."""
+    from gpu.executed import on_ranks
+
+    wire = "NCCL" if place.on_gpu else "gloo"
+    text = Text(768, 12, 50257, 1, 64) if place.on_gpu else Text(64, 6, 512, 1, 8)
+    rows = [row_of(*row) for row in on_ranks("gpu.speed", 2, wire, json.dumps(astuple(text)))]
+    return [
+        paragraph(
+            f"1F1B between two ranks over {wire}, {MICROBATCHES} micro-batches of "
+            f"{text.samples * text.length} tokens in bfloat16 autocast, beside torch's own runtime "
+            "(Schedule1F1B) on the same ranks; A/A is torch's."
+        ),
+        table((*HEADER[:3], "torch's runtime", *HEADER[4:]), rows),
+    ]
+
+
+def on_this_rank(wire: str, device: str, shape: Sequence[int]) -> None:
+    """1F1B by pipelab and by torch's own runtime; the first rank prints a row of JSON."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    place = Place(torch.device(device), None, 0.0)  # type: ignore[arg-type]
+    text = Text(*shape)
+    layers, data = _on(place, text)
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stages = split(layers, uniform(len(layers), count))
+
+    def theirs() -> list[float]:
+        module, ends = copy.deepcopy(stages[rank]), []
+        optimizer = ADAMW(module.parameters())
+        stage = PipelineStage(module, rank, count, place.device)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=next_token_loss)
+        for x, y in data:
+            with torch.autocast(place.device.type, torch.bfloat16):
+                first = (x,) if rank == 0 else ()
+                schedule.step(*first, **({"target": y} if rank == count - 1 else {}))
+            optimizer.step()
+            optimizer.zero_grad()
+            place.wait()
+            dist.barrier()
+            ends.append(time.perf_counter())
+        return [b - a for a, b in pairwise(ends)]
+
+    made = make("pipedream_flush", count, MICROBATCHES, batches=len(data))
+    how = dict(devices=device, autocast=torch.bfloat16, check=False)
+
+    def ours() -> list[float]:
+        done = run(made, stages, data, next_token_loss, ADAMW, **how)
+        seconds = list(done.timeline.batch_seconds()) if rank == 0 else [1.0]
+        dist.barrier()
+        return seconds
+
+    ours()  # makes the process group
+    cells = beside(ours, theirs, 1.0)
+    if rank == 0:
+        tokens = text.samples * text.length
+        print(json.dumps([f"1F1B, {count} ranks, {wire}", tokens, *cells]), flush=True)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from gpu.ranks import share_gpus
+
+    share_gpus(sys.argv[1])
+    here = "cuda:0" if torch.cuda.is_available() else "cpu"
+    on_this_rank(sys.argv[1], here, json.loads(sys.argv[2]))
