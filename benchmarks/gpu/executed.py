@@ -167,7 +167,8 @@ def jax_stages(place: Place) -> list[str]:
         return list(done.timeline.batch_seconds())
 
     ways = {f"backend jax, {n} stages": partial(stages, n) for n in (1, 2, 4)}
-    ways["pipeshard, 1 stage"] = partial(pipeshard_step, device, sizes.microbatches)
+    if len(two := _jax_devices(place)[:2]) == 2:  # its stages have a device each
+        ways["pipeshard, 2 devices"] = partial(pipeshard_step, two, sizes.microbatches)
     plain = partial(one_step, device, sizes.microbatches)
     rows = [row_of(name, *beside(call, plain, 1.10)) for name, call in ways.items()]
     return [

@@ -88,9 +88,9 @@ def one_step(device: jax.Device, microbatches: int) -> list[float]:
     return [b - a for a, b in pairwise(ends)]
 
 
-def pipeshard_step(device: jax.Device, microbatches: int) -> list[float]:
-    """The same of the same step, parallelized in one stage on one device."""
-    pairs = flax_mlp.mlp(2, _sizes(device)[0], LAYERS // 2)
+def pipeshard_step(devices: Sequence[jax.Device], microbatches: int) -> list[float]:
+    """The same of the same step, parallelized in two stages on two devices."""
+    pairs = flax_mlp.mlp(2, _sizes(devices[0])[0], LAYERS // 2)
     (first, _), (second, _) = pairs
     variables = [of_stage for _, of_stage in pairs]
 
@@ -104,9 +104,9 @@ def pipeshard_step(device: jax.Device, microbatches: int) -> list[float]:
         value, gradients = value_and_grad(loss)(variables)
         return jax.tree.map(lambda w, g: w - 0.01 * g, variables, gradients), value
 
-    pipeline = parallelize(step, Pipeshard(microbatches, devices=[device]))
+    pipeline = parallelize(step, Pipeshard(microbatches, devices=devices))
     ends = []
-    for x, y in _batches(device, microbatches):
+    for x, y in _batches(devices[0], microbatches):
         variables, value = pipeline(variables, {"x": x, "y": y})
         jax.block_until_ready((variables, value))
         ends.append(time.perf_counter())

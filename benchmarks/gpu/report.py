@@ -146,12 +146,16 @@ def in_a_process(title: str, device: str, seconds: float) -> Outcome:
         if file.exists():
             outcome = Outcome(*json.loads(file.read_text()))
         else:
-            kept = [line[len(KEPT) + 1 :] for line in written.splitlines() if line.startswith(KEPT)]
-            until = ["The rows until then:", "\n".join(["```", *kept, "```"])] if kept else []
-            outcome = Outcome("FAILED", [f"Failed: `{ending}`", *until])
+            outcome = Outcome("FAILED", [f"Failed: `{ending}`", *rows_until_then(written)])
     if outcome.state == "FAILED":
         sys.stderr.write(written)
     return outcome
+
+
+def rows_until_then(written: str) -> list[str]:
+    """The rows that a section had printed when it was cut off, as parts of its page."""
+    rows = [line[len(KEPT) + 1 :] for line in written.splitlines() if line.startswith(KEPT)]
+    return ["The rows until then:", "\n".join(["```", *rows, "```"])] if rows else []
 
 
 def end(process: subprocess.Popen) -> None:
@@ -180,12 +184,20 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def report(
-    device: str, seconds: float, run: Callable[[str, str, float], Outcome] = in_a_process
+    device: str,
+    seconds: float,
+    run: Callable[[str, str, float], Outcome] = in_a_process,
+    *,
+    begin: str = "",
+    keep: Callable[[str], object] = lambda text: None,
 ) -> tuple[str, bool]:
-    """All sections as a Markdown page, and whether none failed."""
+    """All sections from `begin` on as a Markdown page, and whether none failed.
+
+    keep  gets the page after each of them, as far as it is
+    """
     deadline = time.monotonic() + seconds
-    rows, parts, passed = [], [], True
-    for title in SECTIONS:
+    rows, parts, passed, titles = [], [], True, list(SECTIONS)
+    for title in titles[titles.index(begin) if begin else 0 :]:
         left = deadline - time.monotonic()
         began = time.monotonic()
         if left < 1:
@@ -197,13 +209,14 @@ def report(
         rows.append((title, outcome.state, f"{took:.0f}"))
         parts += [f"## {title}", *outcome.parts]
         passed = passed and outcome.state != "FAILED"
-    text = page(
-        "# On a GPU" if device == "cuda" else "# On a GPU, rehearsed on the CPU",
-        f"{machine('numpy', 'torch', 'jax')} {_gpus(device)}",
-        paragraph(INTRODUCTIONS[device]),
-        table(("section", "outcome", "seconds"), rows),
-        *parts,
-    )
+        text = page(
+            "# On a GPU" if device == "cuda" else "# On a GPU, rehearsed on the CPU",
+            f"{machine('numpy', 'torch', 'jax')} {_gpus(device)}",
+            paragraph(INTRODUCTIONS[device]),
+            table(("section", "outcome", "seconds"), rows),
+            *parts,
+        )
+        keep(text)
     return text, passed
 
 
@@ -220,6 +233,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=PAGES, default="cuda", help="cpu: a rehearsal")
     parser.add_argument("--seconds", type=int, default=SECONDS, help=f"default: {SECONDS}")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="instead of the page here")
+    parser.add_argument("--begin", choices=SECTIONS, help="leave out the sections before it")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.markdown = options.markdown or HERE / PAGES[options.device]
@@ -243,8 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place(torch.device(name), DEFAULTS[options.device], options.seconds)
         options.markdown.write_text(json.dumps(attempt(options.section, place)))
         return 0
-    text, passed = report(options.device, options.seconds)
-    options.markdown.write_text(text)
+    keep = options.markdown.write_text
+    text, passed = report(options.device, options.seconds, begin=options.begin, keep=keep)
     print(text, end="")
     return 0 if passed else 1
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpu import ranks
+from gpu import measured, ranks
 from gpu import report as gpu
 from gpu.cases import CASES
 from gpu.measured import Model, Place, Sizes, peak_together, peaks
@@ -199,7 +199,7 @@ def test_ranks_share_gpus(rank, gpus, wire, given, monkeypatch):
 ROUGH = Sizes(16, 32, 0.0, microbatches=4, repeats=2, pairs=2)
 HERE = Place(CPU, ROUGH, 60)
 LONG = ("What the check costs", "Lectures", "Processes", "Faults", "JAX in two processes")
-LONG += ("The suite's GPU tests", "Checked runs")
+LONG += ("The suite's GPU tests", "Checked runs", "Pipeshard")
 
 
 @pytest.mark.thorough
@@ -254,8 +254,21 @@ def test_the_page_says_what_became_of_every_section(capsys):
     assert not passed
     assert all(f"## {title}\n\nof {title}\n" in text for title in gpu.SECTIONS)
     assert "| JAX | FAILED | 0 |" in text
+    kept = []
+    text, passed = gpu.report("cpu", 100, run, begin="JAX", keep=kept.append)
+    assert "## Lectures" not in text and "of Pipeshard" in text
+    assert len(kept) == len(gpu.SECTIONS) - [*gpu.SECTIONS].index("JAX") and kept[-1] == text
     text, passed = gpu.report("cpu", 0, run)
     assert passed and text.count("Skipped: the 0 seconds were over.") == len(gpu.SECTIONS)
+
+
+def test_a_section_that_is_cut_off_keeps_its_rows(capsys):
+    for cells in (("1F1B", 64), ("GPipe", 65)):
+        measured.row_of(*cells)
+    print("and a warning")
+    parts = gpu.rows_until_then(capsys.readouterr().out)
+    assert parts == ["The rows until then:", "```\n| 1F1B | 64 |\n| GPipe | 65 |\n```"]
+    assert gpu.rows_until_then("no row") == []
 
 
 def test_a_section_has_a_process_which_is_ended_in_time(capsys):
