@@ -276,6 +276,10 @@ class Reference:
         before.restore()
         return self.traces
 
+    def left_traces(self) -> bool:
+        """The same of the latest gradients or losses without a jitter, but for weights."""
+        return self._before.differs()
+
     def _of(self, piece: Piece) -> list[Weights]:
         # Versions are chosen here and nowhere else: by the rule, not by the run.
         return [history[v] for history, v in zip(self.history, piece.reads, strict=True)]

@@ -40,8 +40,8 @@ class Trial:
               the truth computes in float64 throughout
     unset  where buffers were nan before the first forward
 
-    After the first update, what agrees with our own computing to the last digit needs no truth: it
-    is no further from it than our own, which is the noise.
+    After the first update that counts anything, what agrees with our own computing to the last
+    digit needs no truth: it is no further from it than our own, which is the noise.
     """
 
     def __init__(
@@ -83,16 +83,26 @@ class Trial:
         """
         own, compute = self.own, self.own.arithmetic
         own_losses, own_gradients = own.gradients(pieces)
+        # The first piece may have left none: an average starts where the weights do, and a count of
+        # what an expert was given with the first that it is.
+        if not own.traces and own.left_traces():
+            own.traces = self.truth.traces = True
+        if own.traces:
+            undivided = None
         run = own.arrays([step.gradients for step in steps])
         # Where forwards leave traces, the truth has to make them all.
         agrees = not own.traces and self._agree(run, own_gradients, own_losses)
-        if agrees and self.counted and not (undivided and self.narrowed):
+        # What counts nothing, such as a batch of padding, says nothing of the truth.
+        judged = any(count for _, count in self.counted)
+        if agrees and judged and not (undivided and self.narrowed):
             if undivided:
                 self._compare_whole_loss(own_losses, pieces, undivided)
             self._count(own_losses)
             return
         losses, gradients = self.truth.gradients([undivided] if undivided else pieces)
-        if undivided and t == 0 and not self.narrowed:
+        # A Trainer looks at its first batch only, of the many that it checks.
+        begins = not judged and not (self.first and own.options.endless)
+        if undivided and begins and not self.narrowed:
             self._compare_cut(gradients, pieces)
         again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
         for name, expected in gradients.items():

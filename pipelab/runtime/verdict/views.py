@@ -64,6 +64,8 @@ class Lazy:
 
     def whole(self) -> np.ndarray:
         """All of it on the host."""
+        if not self.size:
+            return np.zeros(self.shape)
         return np.concatenate([on_host(part) for part in self.parts()]).reshape(self.shape)
 
     def square(self) -> float:

@@ -113,6 +113,48 @@ def test_a_buffer_that_a_forward_replaces(name):
     assert result.weights[1]["0.average"].any()
 
 
+class Late(nn.Module):
+    """What its forwards leave shows only later than in the first one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.inner, self.norm = kind, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("kept", self.inner.weight.detach().clone())
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x):
+        y = self.inner(x)
+        if self.kind == "average":  # starts where the weights do
+            self.kept.lerp_(self.inner.weight.detach(), 0.1)
+            return y + x @ self.kept
+        if x[0, 0] < 5:
+            return y
+        self.seen += 1
+        return self.norm(y) if self.kind == "norm" else y
+
+
+@pytest.mark.parametrize("kind", ["average", "count", "norm"])
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_buffers_that_the_first_forward_leaves_as_they_are(monkeypatch, name, kind):
+    # Was: the truth, left out where it was not needed, lacked what it should have counted there.
+    pairs = data(4)
+    for x, _ in pairs[1:3]:
+        x[:, 0] += 9
+    slow = partial(torch.optim.SGD, lr=0.01)
+    arguments = make(name, 2, 4, batches=4), [Late(kind), linear()], pairs, F.mse_loss, slow
+    result = run(*arguments)
+    assert result.check.passed, result.check
+    assert result.weights[0]["seen"] == 8 * (kind != "average")
+
+    def trained(stage, call):
+        kept = call()
+        return kept | {"kept": kept["kept"] * 1.001} if "kept" in kept else kept
+
+    around(monkeypatch, "trained", trained)
+    found = run(*arguments).check
+    assert not found.passed and "buffer kept" in found.worst
+
+
 def test_an_embedding_that_limits_its_norm_in_the_forward():
     modules = [nn.Embedding(20, WIDTH, max_norm=1.0), linear(nn.ReLU())]
     pairs = [(torch.randint(0, 20, (8,)), y) for _, y in data()]
@@ -447,6 +489,27 @@ def test_counts_are_exact_whatever_the_model_computes_in(monkeypatch, name, off,
     assert not found.passed and f"buffer {name}" in found.worst
 
 
+def test_a_buffer_without_elements():
+    # Was: not checked, since the reference failed.
+    modules = [linear(), linear()]
+    modules[0].register_buffer("empty", torch.zeros(0, 3))
+    found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
+    assert found.passed, found
+
+
+def test_a_checkpoint_that_lacks_something_fails_the_check(monkeypatch, tmp_path):
+    # Was: not checked, since the reference failed.
+    def resume_state(stage, call):
+        state = call()
+        del state.optimizer["0.weight"]
+        return state
+
+    around(monkeypatch, "resume_state", resume_state)
+    modules = [linear(), linear()]
+    found = run(GPIPE, modules, data(), F.mse_loss, MOMENTUM, save=tmp_path / "save").check
+    assert not found.passed and found.worst.startswith("in the checkpoint"), found
+
+
 def test_a_buffer_that_becomes_nan_in_both():
     class Broken(nn.Module):
         def __init__(self):
@@ -480,6 +543,32 @@ def test_a_small_part_of_the_loss_that_is_no_mean_is_seen(share):
     found = run(GPIPE, stages(2, dtype=torch.float32), data(), contrastive(share), SGD).check
     assert not found.passed and "is the loss a mean over its samples?" in found.worst
     assert run(GPIPE, stages(2, dtype=torch.float32), data(), contrastive(0.0), SGD).check.passed
+
+
+def coupled_in_its_gradient(y, target):
+    """A mean whose gradient depends on the other samples of a micro-batch, as some layers' do."""
+    goal, keep = target
+    other = y.mean(0).square().mean()
+    count = keep.sum()
+    return ((y - goal) ** 2).mean(1)[keep].sum() / count + other - other.detach(), count
+
+
+def test_the_first_batch_that_counts_is_the_one_that_is_looked_at_undivided(tmp_path):
+    # Was: none, where the first one of all counts nothing or is in a checkpoint.
+    keeps = [torch.full((8,), t > 0) for t in range(4)]
+    pairs = [(x, (y, keep)) for (x, y), keep in zip(data(4), keeps, strict=True)]
+    arguments = make("gpipe", 2, 4, batches=4), stages(2, dtype=torch.float32), pairs
+    right = run(*arguments, lambda y, target: counted_mean(y, *target), SGD).check
+    assert right.passed and right.ratio > 0, right  # something was computed in float64
+    stop = {"save": tmp_path / "half", "stop": 2, "check": False}
+    run(*arguments, coupled_in_its_gradient, SGD, **stop)
+    for options in ({}, {"resume": tmp_path / "half"}):
+        found = run(*arguments, coupled_in_its_gradient, SGD, **options).check
+        assert not found.passed and "is the loss a mean over its samples?" in found.worst
+
+
+def counted_mean(y, goal, keep):
+    return ((y - goal) ** 2).mean(1)[keep].mean(), keep.sum()
 
 
 class OwnNorm(nn.Linear):
