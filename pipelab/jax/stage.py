@@ -127,7 +127,7 @@ class JaxStage(CountingStage):
         self.weights[number + 1] = new
         if not self.read_later(number):
             del self.weights[number]
-        self.end_group(number)
+        self.end_update(number)
 
     # ---- what is asked of it between actions and afterwards
 

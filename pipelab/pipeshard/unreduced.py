@@ -123,9 +123,12 @@ def _way(shard: Shard, tag: Tag, pair: Pair, back: bool = False) -> Way:
     # As micro-batches are joined along it, so it is divided.
     if tag.role is Role.MIXED or axes not in ([], [axis]):
         raise PipeshardError(tag.why or "an array has its samples in another order")
-    summed = back and tag.role is Role.REDUCED
-    # Adding up the devices' makes as many times as much of it.
-    return Way(axis, shard.count ** (summed - tag.degree), summed)
+    # What grows with the samples (of degree 1) is on a device with a count-th of them a count-th as
+    # large. Adding up the devices' makes count times as much of what they have.
+    scale = 1 / shard.count**tag.degree
+    if back and tag.role is Role.REDUCED:
+        return Way(axis, scale * shard.count, summed=True)
+    return Way(axis, scale)
 
 
 class Unreduced(Pullback):

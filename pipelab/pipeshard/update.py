@@ -14,6 +14,7 @@ What is made of single numbers alone (a step count, a learning rate, the sum of 
 computed by every task that needs it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -63,45 +64,15 @@ def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[
     sides are computed. Raises PipeshardError where another equation joins arrays of several stages.
     """
     update, stage_of = _placed(update, owners)
-    # [1] Where and when each equation runs. What is made of single numbers alone has no place:
-    #     every task may compute it.
-    stages = range(1 + max(owners.values(), default=0))
-    # The first level at which each variable can be read on each stage.
-    pairs = product(update.sources, stages)
-    known = {(v, s): int(v in late or owners.get(v, s) != s) for v, s in pairs}
-    places: list[Place | None] = []
-    maker: dict[Var, Place | None] = {}
-    for i, eqn in enumerate(update.equations):
-        reads, home = variables(eqn.invars), stage_of.get(i)
-        for stage in stages:
-            level = max((known[v, stage if home is None else home] for v in reads), default=0)
-            # From its stage to another it crosses between two levels.
-            later = level + (home not in (None, stage))
-            known.update(((v, stage), later) for v in eqn.outvars)
-        places.append(None if home is None else (level, home))
-        maker.update(dict.fromkeys(eqn.outvars, places[i]))
-
-    # [2] What only later tasks of its stage read, the first of them computes. With clipping and
-    #     Adam, 0.9 m would otherwise be kept from level 0 to level 1, beside m.
-    first = dict.fromkeys(variables(update.outputs), 0)  # level that reads it
-    for i, eqn in reversed([*enumerate(update.equations)]):
-        place = places[i]
-        if place:
-            level = min((first[v] for v in eqn.outvars if v in first), default=0)
-            place = places[i] = max(place[0], level), place[1]
-            maker.update(dict.fromkeys(eqn.outvars, place))
-        for v in variables(eqn.invars):
-            made_at = maker.get(v)
-            level = place[0] if place and made_at and made_at[1] == place[1] else 0
-            first[v] = min(level, first.get(v, level))
-
-    # [3] What is wanted of each: the step's results where they are made; one that every task may
-    #     compute, of the first stage.
+    earliest, known = _earliest(update, stage_of, owners, late)
+    places = _as_late_as_read(update, earliest)
+    maker = {v: at for eqn, at in zip(update.equations, places, strict=True) for v in eqn.outvars}
+    # [1] What is wanted of each task: the step's results where they are made; one that every task
+    #     may compute, of the first stage.
     wanted: dict[Place, dict[Var, None]] = {place: {} for place in places if place}
     for v in filter(maker.__contains__, variables(update.outputs)):
         wanted.setdefault(maker[v] or (known[v, 0], 0), {})[v] = None
-
-    # [4] From the last level to the first: what a task needs of the earlier ones.
+    # [2] From the last level to the first: what a task needs of the earlier ones.
     tasks = []
     for place in sorted(wanted, reverse=True):
         outputs = list(wanted[place])
@@ -113,6 +84,50 @@ def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[
                 wanted[made_at][v] = None
         tasks.append(UpdateTask(place[1], place[0], equations, inputs, outputs))
     return [task for task in reversed(tasks) if task.outputs]
+
+
+def _earliest(
+    update: Graph, stage_of: dict[int, int], owners: dict[Var, int], late: set[Var]
+) -> tuple[list[Place | None], dict[tuple[Var, int], int]]:
+    """Where and when each equation can run first; the level at which a stage can read a variable.
+
+    What is made of single numbers alone has no place: every task may compute it.
+    """
+    stages = range(1 + max(owners.values(), default=0))
+    pairs = product(update.sources, stages)
+    known = {(v, s): int(v in late or owners.get(v, s) != s) for v, s in pairs}
+    places: list[Place | None] = []
+    for i, eqn in enumerate(update.equations):
+        reads, home = variables(eqn.invars), stage_of.get(i)
+        for stage in stages:
+            level = max((known[v, stage if home is None else home] for v in reads), default=0)
+            # From its stage to another it crosses between two levels.
+            later = level + (home not in (None, stage))
+            known.update(((v, stage), later) for v in eqn.outvars)
+        places.append(None if home is None else (level, home))
+    return places, known
+
+
+def _as_late_as_read(update: Graph, earliest: Sequence[Place | None]) -> list[Place | None]:
+    """The places with what only later tasks of its stage read moved to the first of these.
+
+    With clipping and Adam, 0.9 m would otherwise be kept from level 0 to level 1, beside m.
+    """
+    places = list(earliest)
+    maker = {
+        v: place for eqn, place in zip(update.equations, places, strict=True) for v in eqn.outvars
+    }
+    first = dict.fromkeys(variables(update.outputs), 0)  # level that reads it
+    for i, eqn in reversed([*enumerate(update.equations)]):
+        place = places[i]
+        if place:
+            level = min((first[v] for v in eqn.outvars if v in first), default=0)
+            place = places[i] = max(place[0], level), place[1]
+        for v in variables(eqn.invars):
+            made_at = maker.get(v)
+            level = place[0] if place and made_at and made_at[1] == place[1] else 0
+            first[v] = min(level, first.get(v, level))
+    return places
 
 
 def donate(tasks: list[UpdateTask], given: set[Var], next_values: dict[Var, Var]) -> None:

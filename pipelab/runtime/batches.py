@@ -162,11 +162,11 @@ class Data(Sequence):
             self._kept[b] = self.trees.map(self.trees.copy, batch)
         return self._kept[b]
 
-    def pieces(self, count: int, kept: slice) -> list[tuple[Any, Any]]:
-        """Each batch cut into `count` pieces (input, target), of which these are kept."""
+    def pieces(self, count: int, which: slice) -> list[tuple[Any, Any]]:
+        """Each batch cut into `count` pieces (input, target), of which these are given."""
         pairs = enumerate(self.numbers)
         return [
-            p for b, number in pairs for p in cut_batch(self[b], count, number, self.trees)[kept]
+            p for b, number in pairs for p in cut_batch(self[b], count, number, self.trees)[which]
         ]
 
     def digests(self) -> dict[str, str | None]:

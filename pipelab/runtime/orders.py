@@ -16,7 +16,7 @@ class MicroBatch:
     """What a stage is told of a micro-batch.
 
     version    the weights that it reads
-    update     the one that its gradient is for: all those of one update are a group
+    update     the one that its gradient is for
     batch      that it is a part of
     recompute  whether its forward runs again before its backward
     x          on the first stage, the data

@@ -122,19 +122,19 @@ class Stage(Protocol):
 
     # ---- for replicas and partners
 
-    def complete(self, group: int) -> bool:
-        """Whether all backwards of an update group are through, and somebody waits for that."""
+    def complete(self, update: int) -> bool:
+        """Whether all backwards of an update are through, and somebody waits for that."""
         return False
 
     def news(self) -> Any:
         """News that other stages' updates wait for: a gradient for a common norm, tied weights."""
         return None
 
-    def sums(self, group: int) -> list[Any]:
-        """The sums that a group has accumulated, to be added up over replicas."""
+    def sums(self, update: int) -> list[Any]:
+        """The sums that its backwards have accumulated, to be added up over replicas."""
         return []
 
-    def replace_sums(self, group: int, sums: list[Any]) -> None:
+    def replace_sums(self, update: int, sums: list[Any]) -> None:
         """Go on with the sums over replicas."""
         return None
 
@@ -158,8 +158,8 @@ class CountingStage(Stage):
         self.steps: list[Step] = []
         self.unsplit: dict[str, str] = {}
         self.stepped: Any = None  # gradients of an update that `steps` does not have yet
-        self.counts: dict[int, float] = {}  # group -> what its losses counted, in its unit
-        # How many backwards are still to come, of each update group and of each weight version.
+        self.counts: dict[int, float] = {}  # update -> what its losses counted, in its unit
+        # How many backwards are still to come, of each update and of each weight version.
         self._left: Counter[int] = Counter()
         self._readers: Counter[int] = Counter()
         self._kept: dict[int, Any] = {}  # by micro-batch, what its forward left for its backward
@@ -231,8 +231,8 @@ class CountingStage(Stage):
         """The ledger's key of what a forward keeps."""
         return id(self), microbatch
 
-    def complete(self, group: int) -> bool:
-        return group not in self._left
+    def complete(self, update: int) -> bool:
+        return update not in self._left
 
     def finish(self, microbatch: int, count: float) -> Any:
         """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
@@ -250,19 +250,19 @@ class CountingStage(Stage):
         """Whether a weight version is still to be read."""
         return version in self.later or version in self._readers
 
-    def end_group(self, group: int) -> None:
-        """Its update is made: its micro-batches are not needed any more."""
-        # Groups end in their order: those are the first.
-        for k in list(takewhile(lambda k: self.fed[k].update == group, self.fed)):
+    def end_update(self, update: int) -> None:
+        """It is made: its micro-batches are not needed any more."""
+        # Updates are made in their order: those are the first.
+        for k in list(takewhile(lambda k: self.fed[k].update == update, self.fed)):
             del self.fed[k]
 
-    def divisor(self, group: int, square: Callable[[], float]) -> float:
-        """The divisor of the group's summed gradient: its count, and what clips its norm.
+    def divisor(self, update: int, square: Callable[[], float]) -> float:
+        """The divisor of its summed gradient: its count, and what clips its norm.
 
         `square` gives the squared norm of the sum; the formula is torch's clip_grad_norm_.
         """
         # Where all is masked the sum is zero, and stays so.
-        count = self.counts.pop(group, 0.0) or 1.0
+        count = self.counts.pop(update, 0.0) or 1.0
         if self.options.clip is None:
             return count
         # Gradients are sums; the norm is of their mean.

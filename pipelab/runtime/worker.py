@@ -195,7 +195,7 @@ class Worker:
             # [3] send what it makes
             self._send(action, output)
             if action.kind in (Kind.B, Kind.W):
-                self._end_group(action, stage)
+                self._end_backwards(action, stage)
         except Aborted:
             raise
         # A SystemExit would end this thread without a word, and the others would wait.
@@ -262,29 +262,29 @@ class Worker:
         placement = self.job.schedule.placement
         return placement[stage] if 0 <= stage < len(placement) else None
 
-    def _end_group(self, action: Action, stage: Stage) -> None:
-        """After the last backward of an update group: add up over replicas, and tell partners.
+    def _end_backwards(self, action: Action, stage: Stage) -> None:
+        """After the last backward of an update: add up over replicas, and tell partners.
 
         What their updates wait for is told here and not in the update itself: two updates that wait
         for each other would never end. Replicas may wait for each other, since they do the
         same things in the same order.
         """
-        group = action.microbatch // self.job.schedule.per_update
-        if not stage.complete(group):
+        update = action.microbatch // self.job.schedule.per_update
+        if not stage.complete(update):
             return
         # [1] the sums over all replicas, the same in each
         row, own = self.job.row, action.stage
         if self.job.replicas > 1:
-            sums = stage.sums(group)
-            sums = self.transport.sum_over_replicas((own, group), row, sums, self.device)
-            stage.replace_sums(group, sums)
-        # [2] what partners' updates of this group wait for
+            sums = stage.sums(update)
+            sums = self.transport.sum_over_replicas((own, update), row, sums, self.device)
+            stage.replace_sums(update, sums)
+        # [2] what partners' same updates wait for
         if partners := self.job.partners.get(own):
             # After [1]: a norm is that of the sums over all replicas.
             news = self.device.give(stage.news())
             for other in partners:
                 home = self.job.schedule.placement[other]
-                self.transport.send((own, "news", group, other), home, Message(news, 0.0))
+                self.transport.send((own, "news", update, other), home, Message(news, 0.0))
 
     def _collect_news(self, update: Action) -> dict[int, Any]:
         found = {}

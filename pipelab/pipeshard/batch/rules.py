@@ -85,34 +85,45 @@ class Result:
         self.unclear = self.changed or not one or self.degree is None
 
     def _growth(self) -> tuple[float | None, bool]:
-        """Its degree, if any, and whether a sum over samples stays one."""
-        name, degrees = self.name, [tag.degree for tag in self.tags]
-        # What is fixed is no such sum.
-        fixed = [tag.role is Role.FIXED for tag in self.tags]
-        degree, linear = None if any(degrees) else 0.0, False
+        """Its degree, if any, and whether a sum over samples stays one.
+
+        For n samples, x of degree 1 (such as their number) and a fixed w: x * w has degree 1, and
+        so has x + x; x / n has 0; x + w has none.
+        """
+        name, tags = self.name, self.tags
         if name in ("mul", "dot_general", "conv_general_dilated"):
             # A product of two sums is no sum.
-            return sum(degrees), any(fixed)
+            return sum(tag.degree for tag in tags), any(tag.role is Role.FIXED for tag in tags)
         if (name in KEEP or name in ("div", "triangular_solve")) and not rounds(self.eqn):
-            # What is kept is the first; of a fixed matrix and a right side the solution grows as
-            # the latter does.
-            main = int(name == "triangular_solve")
-            kept = degrees.pop(main)
-            linear = all(of for i, of in enumerate(fixed) if i != main)
-            if name == "div":
-                degree = kept - degrees[0]
-            elif not any(degrees):
-                degree = kept
-        elif name in ADD:
-            choice = INDEX.get(name)  # what only chooses may not grow
-            linear = choice is None or fixed[choice]
-            # Operands that grow alike; zeros grow as anything does.
-            pairs = zip(self.ins, degrees, strict=True)
-            summed = [each for i, each in enumerate(pairs) if i != choice]
-            found = {degree for pair, degree in summed if not self.known.is_zero(pair)}
-            if any(degrees) and len(found) == 1 and not (choice is not None and degrees[choice]):
-                degree = found.pop()
-        return degree, linear
+            # What is kept is the first operand, and of a matrix and a right side the latter.
+            at = int(name == "triangular_solve")
+            return self._growth_of_one(tags[at], [*tags[:at], *tags[at + 1 :]])
+        if name in ADD:
+            return self._growth_of_sum()
+        return None if any(tag.degree for tag in tags) else 0.0, False
+
+    def _growth_of_one(self, main: Tag, others: Tags) -> tuple[float | None, bool]:
+        """The same of one operand, which others divide, move, or cut."""
+        linear = all(tag.role is Role.FIXED for tag in others)
+        if self.name == "div":
+            return main.degree - others[0].degree, linear
+        return None if any(tag.degree for tag in others) else main.degree, linear
+
+    def _growth_of_sum(self) -> tuple[float | None, bool]:
+        """The same of operands that are added up, or of which one is chosen by another."""
+        choice = INDEX.get(self.name)
+        chooses = FIXED if choice is None else self.tags[choice]
+        # Zeros grow as anything does.
+        degrees = {
+            tag.degree
+            for i, (pair, tag) in enumerate(zip(self.ins, self.tags, strict=True))
+            if i != choice and not self.known.is_zero(pair)
+        }
+        linear = chooses.role is Role.FIXED
+        if not any(tag.degree for tag in self.tags):
+            return 0.0, linear
+        alike = len(degrees) == 1 and not chooses.degree
+        return degrees.pop() if alike else None, linear
 
     def _indexed(self) -> tuple[bool, Tag]:
         """Whether a gather or scatter keeps samples apart, and the tag of its indices.

@@ -39,7 +39,7 @@ class VersionedStage(CountingStage):
     draws   by whether it trains, whether its forwards draw random numbers: where that is not known
             beforehand, the first one shows it. What draws takes turns with other stages, which the
             rest need not
-    total   the gradient of the group so far, by weight, of whatever versions
+    total   the gradient of the next update so far, by weight, of whatever versions
 
     An update copies the latest version only if the table still has readers of it, else it steps in
     place. A micro-batch's gradient is weighted by what its loss counted, in the order's `unit`: the
@@ -114,10 +114,10 @@ class VersionedStage(CountingStage):
         load_buffers(self.module, start.buffers, self.device.device)
 
     def update(self, number: int, received: dict[int, News] | None = None) -> None:
-        """Make version number + 1 from the latest one, with the group's gradient.
+        """Make version number + 1 from the latest one, with its gradient.
 
         That is summed over the versions that its micro-batches read. `received` is the news of the
-        group by stage, where stages share a clipping norm or tied weights.
+        same update by stage, where stages share a clipping norm or tied weights.
         """
         # On a GPU a forward that looked at its loss would wait for it: all are looked at here.
         if self.last and not self._on_cpu:
@@ -159,7 +159,7 @@ class VersionedStage(CountingStage):
             for scheduler in self.schedulers:
                 scheduler.step()
         self._of_optimizer = None
-        self.end_group(number)
+        self.end_update(number)
 
     # ---- what is asked of it between actions and afterwards
 
@@ -167,8 +167,8 @@ class VersionedStage(CountingStage):
         if super().finish(microbatch, count) is not None:
             self._note_constants()
 
-    def sums(self, group: int) -> list[Tensor]:
-        """The group's count and who has a gradient, then the gradient of every trained weight.
+    def sums(self, update: int) -> list[Tensor]:
+        """Its count and who has a gradient, then the gradient of every trained weight.
 
         Replicas need a flush, so that all of them are of the latest version.
         """
@@ -183,12 +183,12 @@ class VersionedStage(CountingStage):
             self.total[name] if name in self.total else torch.zeros_like(self._handles[name])
             for name in self._trained
         ]
-        counted = [self.counts[group], *(name in self.total for name in self._trained)]
+        counted = [self.counts[update], *(name in self.total for name in self._trained)]
         counts = torch.tensor(counted, dtype=torch.float64, device=self.device.device)
         return [counts, *gradients]
 
-    def replace_sums(self, group: int, sums: list[Tensor]) -> None:
-        self.counts[group], *used = sums[0].tolist()
+    def replace_sums(self, update: int, sums: list[Tensor]) -> None:
+        self.counts[update], *used = sums[0].tolist()
         for name, total, users in zip(self._trained, sums[1:], used, strict=True):
             if users:  # without a gradient, optimizers leave a weight alone
                 self.total[name] = total

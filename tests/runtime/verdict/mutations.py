@@ -435,7 +435,7 @@ def gradient_through_bfloat16(s: Sabotage) -> None:
 def mean_forgotten(s: Sabotage) -> None:
     """The sum over the micro-batches in place of their mean."""
 
-    def divisor(call: Callable, stage: Any, group: int, square: Any) -> float:
+    def divisor(call: Callable, stage: Any, update: int, square: Any) -> float:
         return call() / s.case.schedule.microbatches
 
     s.around("divisor", divisor)
