@@ -5,10 +5,12 @@ gives orders one after another.
 """
 
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from traceback import format_exc
 from typing import Any
@@ -87,6 +89,10 @@ class Wing(ABC):
         start  by stage, what training goes on from, if that is not the beginning; `first` is the
                latest version there
         """
+
+    def room_of_check(self, updates: int) -> tuple[float, float]:
+        """Bytes that a check of so many updates takes beside what forwards keep; those free."""
+        return 0.0, inf
 
     def check_optimizer(self) -> None:  # noqa: B027
         """Refuse an optimizer that cannot step each stage alone, if the library can tell."""
@@ -197,6 +203,14 @@ class Session(AbstractContextManager):
         with self.wing.context():
             # [1] what it starts from, for the reference
             wing, table = self.wing, segment.table
+            if check and table.training and self.launcher.first:
+                needed, free = wing.room_of_check(table.updates)
+                if needed > free:
+                    warnings.warn(
+                        f"the check takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
+                        "free: give check=False, or check a smaller model of the same kind",
+                        stacklevel=3,
+                    )
             start = self.states() if check and self.started else wing.start
             data = Data(batches, segment.batches, wing.trees)
             # [2] run, and keep the checkpoint only if all of it could be written

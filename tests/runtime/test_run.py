@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,7 @@ import pipelab
 from pipelab import Action, Costs, Kind, Reads, Recompute, RunError, Schedule, make, run, simulate
 from pipelab.models import mlp, split
 from pipelab.runtime import wings
+from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch.stage import TorchStage
@@ -921,6 +923,30 @@ def test_arguments_that_do_not_fit(change, message):
     )
     with pytest.raises(ValueError, match=message):
         run(**arguments | change)
+
+
+@pytest.mark.parametrize(("gib", "said"), [(1.0, 0), (2**-30, 1)])
+def test_a_check_without_room_is_told_of_before_it_starts(gib, said, monkeypatch):
+    from pipelab.runtime.torch import wing
+
+    monkeypatch.setattr(wing, "free_memory", lambda device: gib * 2**30)
+    given = make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run(*given).check.passed
+        assert run(*given, check=False).check is None
+    room = [str(w.message) for w in caught if "GiB are free" in str(w.message)]
+    assert len(room) == said
+    weights = sum(p.numel() for stage in stages(2) for p in stage.parameters())
+    single = stages(2, dtype=torch.float32)
+    ours = wing.TorchWing(given[0], single, Options(loss=F.mse_loss, optimizer=SGD))
+    assert ours.room_of_check(2) == (48 * weights, gib * 2**30)
+
+
+def test_what_this_machine_has_free_is_known():
+    from pipelab.runtime.torch.device import free_memory
+
+    assert 2**20 < free_memory(torch.device("cpu")) < 2**50
 
 
 def test_weights_are_compared_too():
