@@ -668,6 +668,31 @@ def test_a_batch_whose_loss_counts_nothing_is_a_step(name, least, options):
             assert torch.allclose(mine[weight], expected, rtol=1e-9, atol=1e-12), weight
 
 
+class OwnPrecision(nn.Linear):
+    """Opens a mixed precision of its own, whatever the run's."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_a_stage_that_opens_its_own_autocast_computes_with_the_latest_weights():
+    # Was: with casts of older ones, from a cache that the worker's own autocast kept.
+    torch.manual_seed(0)
+    modules = [OwnPrecision(6, 6), nn.Linear(6, 6)]
+    data, factory = batches(4, dtype=torch.float32), partial(torch.optim.SGD, lr=0.5)
+    result = run(make("gpipe", 2, 1, batches=4), modules, data, F.mse_loss, factory)
+    assert result.check.passed, result.check
+    plain, losses = nn.Sequential(*copy.deepcopy(modules)), []
+    optimizer = factory(plain.parameters())
+    for x, y in data:
+        optimizer.zero_grad()
+        losses.append(F.mse_loss(plain(x), y))
+        losses[-1].backward()
+        optimizer.step()
+    assert result.losses == [loss.item() for loss in losses]
+
+
 def test_counts_that_are_no_whole_numbers_and_targets_without_samples():
     weights = torch.rand(8, dtype=torch.float64)
 

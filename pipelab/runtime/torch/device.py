@@ -40,8 +40,10 @@ class CpuDevice(Device):
         # A thread starts with as many of OpenMP's as there are cores, until it is asked.
         torch.get_num_threads()
         default = HERE if self._default.type == "cpu" else self._default
-        # Of the caller's mixed precision nothing is inherited: each forward opens its own.
-        with torch.autocast(self.device.type, enabled=False), default:
+        # Of the caller's mixed precision nothing is inherited: each forward opens its own. Nor is
+        # there a cache of casts for one that a stage opens itself: it would be emptied with this
+        # one only, long after the weights have changed.
+        with torch.autocast(self.device.type, enabled=False, cache_enabled=False), default:
             yield
 
     def give(self, payload: Any) -> Any:

@@ -37,7 +37,8 @@ class Trial:
     truth  the reference, as precise as can be
     found  what has been compared so far, from update `first` on; `counted`: the losses that have
     narrowed  the eps of the coarsest type that the truth, or else our own, rounds to inside: 0 if
-              the truth computes in float64 throughout
+              the truth computes in float64 throughout; `coarse`: too coarse to tell a loss that is
+              no mean by its rounding
     unset  where buffers were nan before the first forward
 
     After the first update that counts anything, what agrees with our own computing to the last
@@ -56,6 +57,8 @@ class Trial:
     ) -> None:
         self.result, self.own, self.truth = result, own, truth
         self.found, self.narrowed = Comparison(tolerance), narrowed
+        # A loss that takes its logits in float32 is off by what second opinions show as well.
+        self.coarse = narrowed > EPS_32 or truth.arithmetic.computes_in != "float64"
         self.first = t
         self.counted: Losses = []
         self.unset = {name: np.isnan(of.whole()) for name, of in own.state()[1].items()}
@@ -94,7 +97,7 @@ class Trial:
         agrees = not own.traces and self._agree(run, own_gradients, own_losses)
         # What counts nothing, such as a batch of padding, says nothing of the truth.
         judged = any(count for _, count in self.counted)
-        if agrees and judged and not (undivided and self.narrowed):
+        if agrees and judged and not (undivided and self.coarse):
             if undivided:
                 self._compare_whole_loss(own_losses, pieces, undivided)
             self._count(own_losses)
@@ -102,14 +105,14 @@ class Trial:
         losses, gradients = self.truth.gradients([undivided] if undivided else pieces)
         # A Trainer looks at its first batch only, of the many that it checks.
         begins = not judged and not (self.first and own.options.endless)
-        if undivided and begins and not self.narrowed:
+        if undivided and begins and not self.coarse:
             self._compare_cut(gradients, pieces)
         again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
         for name, expected in gradients.items():
             # A second opinion is off by the coarsest rounding that there is anywhere inside.
             opinion = again(name, max(compute.eps[name], self.narrowed, compute.mixed))
             self._compare_gradient(t, name, run[name], expected, own_gradients[name], opinion)
-        if undivided and self.narrowed:
+        if undivided and self.coarse:
             self._compare_narrowed_cut(gradients, own_gradients, pieces)
         self.compare_losses(pieces, own_losses, losses)
 
@@ -167,7 +170,7 @@ class Trial:
         first, own = len(self.counted), self.own
         if len(exact) < len(pieces):
             (whole, count), exact = exact[0], self.truth.losses(pieces)
-            if not self.narrowed and count:
+            if not self.coarse and count:
                 self._compare_cut_loss(whole, exact, pieces)
         size = max(own.arithmetic.coarsest, self.narrowed)
         again = opinions(lambda draw: [mean for mean, _ in own.losses(pieces, Jitter(draw, size))])

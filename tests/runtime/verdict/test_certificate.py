@@ -571,6 +571,18 @@ def counted_mean(y, goal, keep):
     return ((y - goal) ** 2).mean(1)[keep].mean(), keep.sum()
 
 
+@pytest.mark.parametrize("share", [0.1, 1e-3])
+def test_such_a_loss_is_seen_where_it_takes_the_output_in_float32(share):
+    # Was: only from some percent of the gradient on, as where a layer computes in bfloat16.
+    def loss(y, target):
+        return contrastive(share)(y.float(), target.float())
+
+    arguments = make("gpipe", 2, 4, batches=3), stages(2, dtype=torch.float32), data(3)
+    found = run(*arguments, loss, SGD).check
+    assert not found.passed and "is the loss a mean over its samples?" in found.worst
+    assert run(*arguments, lambda y, t: F.mse_loss(y.float(), t.float()), SGD).check.passed
+
+
 class OwnNorm(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
