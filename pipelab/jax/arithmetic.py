@@ -4,7 +4,7 @@ It shares no code with the worker or the stages.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -18,6 +18,9 @@ from pipelab.runtime.batches import samples_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Sums, Weights
+from pipelab.runtime.verdict.views import AT_ONCE
+
+HOSTS = {"cpu"}  # where numpy compares, whose parts stay in the cache
 
 
 class JaxArithmetic(reference.Arithmetic):
@@ -40,6 +43,8 @@ class JaxArithmetic(reference.Arithmetic):
         begun: Sequence[Any],
     ) -> None:
         self.options, self.device, self.wide = options, device, wide
+        self.here = device.platform in HOSTS
+        self.at_once = AT_ONCE if self.here else 2**24
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
         self.applies, parameters = zip(*parts, strict=True)
         # [1] names and types of the weights: trees at the border, dictionaries within
@@ -57,9 +62,9 @@ class JaxArithmetic(reference.Arithmetic):
         self.coarsest = self.eps_of_loss = float(jnp.finfo(lowest).eps)
         self.computes_in = "float64" if wide else jnp.finfo(lowest).dtype.name
         # [3] what training starts from; the truth never steps
-        self.history = [{first: self.place(s, named(of))} for s, of in enumerate(parameters)]
+        self.history = [{first: self.place(s, self.named(of))} for s, of in enumerate(parameters)]
         for s, state in enumerate(begun):
-            self.history[s] = {v: self.place(s, named(of)) for v, of in state.weights.items()}
+            self.history[s] = {v: self.place(s, self.named(of)) for v, of in state.weights.items()}
         # One optimizer for all stages, as without a pipeline, but where those of stages go on.
         self.state_of_optimizer: Any = [state.optimizer for state in begun]
         self._by_stage = bool(begun)
@@ -88,12 +93,12 @@ class JaxArithmetic(reference.Arithmetic):
         function = self._value if sums is None else self._differentiate
         with self._active():
             found, (mean, count, weight) = function(*self._arguments(weights, piece), unit)
+            gradients = [] if sums is None else list(map(self.named, found))
+            for total, of_stage in zip(sums or [], gradients, strict=True):
+                for name, g in of_stage.items():
+                    own = g if count else g * 0 if self.here else jnp.zeros_like(g)
+                    total[name] = total[name] + own if name in total else own
         self.eps_of_loss = float(jnp.finfo(mean.dtype).eps)
-        gradients = [] if sums is None else list(map(named, found))
-        for total, of_stage in zip(sums or [], gradients, strict=True):
-            for name, g in of_stage.items():
-                own = g if count else np.zeros_like(g)  # whatever its mean is
-                total[name] = total[name] + own if name in total else own
         return float(mean), float(count), float(weight)
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
@@ -108,34 +113,51 @@ class JaxArithmetic(reference.Arithmetic):
             after, self.state_of_optimizer = self._step(
                 self._trees(weights), self.state_of_optimizer, self._trees(placed)
             )
-        return list(map(named, after))
+        return list(map(self.named, after))
 
-    def place(self, stage: int, weights: Weights) -> dict[str, np.ndarray]:
+    def place(self, stage: int, weights: Weights) -> dict[str, Any]:
         types = self._types[stage]
-        return {name: self._placed(np.asarray(weights[name], types[name])) for name in types}
+        return {name: self._placed(weights[name].astype(types[name])) for name in types}
 
     def named(self, weights: Any) -> Weights:
-        return named(weights)
+        if self.here:
+            return named(weights)
+        leaves = jax.tree.leaves(weights)
+        arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
+        return dict(zip(names(weights), arrays, strict=True))
 
-    def widened(self, array: Any) -> np.ndarray:
-        return wide(array)
+    def widened(self, array: Any) -> Any:
+        if self.here or not _inexact(array.dtype):
+            return wide(array)
+        return jax.device_put(array, self.device).astype(_wide_type(array))
 
-    def off(self, array: Any, size: float, seed: int) -> np.ndarray:
-        return off_by(wide(array), size, np.random.default_rng(seed))
+    def off(self, array: Any, size: float, seed: int) -> Any:
+        if self.here:
+            return off_by(wide(array), size, np.random.default_rng(seed))
+        array = self.widened(array)
+        errors = jax.random.uniform(jax.random.key(seed), array.shape, float, -size, size)
+        return array + jnp.where(jnp.isfinite(array), array, 0) * errors
+
+    def comparing(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.here else self._active(wide=True)
 
     # ---- pieces of it
 
     @contextmanager
-    def _active(self) -> Iterator[None]:
+    def _active(self, wide: bool = False) -> Iterator[None]:
         """On its device, where rounding is the run's own: a GPU may multiply in TF32."""
-        with jax.default_device(self.device), jax.enable_x64(self.wide or self._double):
+        with jax.default_device(self.device), jax.enable_x64(wide or self.wide or self._double):
             yield
 
     def _placed(self, leaf: Any) -> Any:
-        """An array of numpy, in this precision; random keys as they are."""
+        """An array in this precision, of numpy on a CPU; random keys as they are."""
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
-        return wide(leaf) if self.wide else np.asarray(leaf)
+        if self.here:
+            return wide(leaf) if self.wide else np.asarray(leaf)
+        with self._active():
+            leaf = jax.device_put(leaf, self.device)
+            return leaf.astype(_wide_type(leaf)) if self.wide and _inexact(leaf.dtype) else leaf
 
     def _trees(self, by_stage: Sequence[Weights]) -> list[Any]:
         pairs = zip(self._structures, by_stage, strict=True)
@@ -178,9 +200,11 @@ def names(tree: Any) -> list[str]:
 def wide(leaf: Any) -> np.ndarray:
     """The value as float64 or complex128; whole numbers and truth values as they are."""
     array = np.asarray(leaf)
-    if not _inexact(array.dtype):
-        return array
-    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+    return array.astype(_wide_type(array)) if _inexact(array.dtype) else array
+
+
+def _wide_type(array: Any) -> Any:
+    return np.complex128 if np.iscomplexobj(array) else np.float64
 
 
 def _inexact(dtype: Any) -> bool:

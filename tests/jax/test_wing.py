@@ -118,8 +118,15 @@ def test_every_schedule_equals_the_reference_and_torch(rule, recompute):
     assert all(t.start[i] >= t.end[source] for i, source in pairs)
 
 
+@pytest.fixture(params=["on the host", "on the device"])
+def compared(request, monkeypatch):
+    """Where the check compares: by numpy as beside a CPU, or as on a GPU, which the CPU is for."""
+    if request.param == "on the device":
+        monkeypatch.setattr("pipelab.jax.arithmetic.HOSTS", set())
+
+
 @pytest.mark.parametrize("rule", [("gpipe", None), ("pipedream", None)], ids=str)
-def test_clipping(rule):
+def test_clipping(rule, compared):
     schedule = size_of(rule, 3, 4)
     result = train(schedule, clip=1e-2)
     assert result.check.passed
@@ -152,7 +159,7 @@ def test_trees_integers_and_counts_between_stages():
 
 
 @pytest.mark.parametrize("least", [0, 1], ids=["nan", "zero"])
-def test_a_batch_whose_loss_counts_nothing_is_a_step(least):
+def test_a_batch_whose_loss_counts_nothing_is_a_step(least, compared):
     # Was: a reference that failed (KeyError), so that nothing was checked.
     def masked(y, target):
         t, keep = target
@@ -298,7 +305,7 @@ def test_what_goes_wrong_is_named():
             train(make("gpipe", 2, 2), **change)
 
 
-def test_a_wrong_gradient_fails_the_check(monkeypatch):
+def test_a_wrong_gradient_fails_the_check(monkeypatch, compared):
     finish = JaxStage.finish
     monkeypatch.setattr(
         JaxStage, "finish", lambda self, k, count: finish(self, k, count if k else 0.0)

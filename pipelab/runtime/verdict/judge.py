@@ -64,22 +64,25 @@ def judge(
     first, stream = next(pieces_from(seed)), pieces_from(seed)
     # [2] two references: as precise as can be, and as the run computes
     truth, narrowed = _most_precise(reference, quick, first)
-    truth.traces = own.leaves_traces(first)
-    trial = Trial(result, own, truth, narrowed, segment.done.updates, first, tolerance)
-    whole = _may_be_whole(table, rule, len(reading[0])) and not divided
-    whole = whole and not drawing and not own.traces
-    # A layer may insist on a micro-batch's size.
-    if whole and (by_microbatches or not own.takes([_undivided(batches, reading, 0)])):
-        rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
-    # [3] update by update
-    updates = table.updates if table.training else table.batches
-    with _bar(2 * sum(map(len, reading[:updates]))) as count:
-        own.tick = count
-        for pieces in _follow(trial, segment, batches, reading, replica_steps[0], stream, whole):
-            count(len(pieces))
-    # [4] what the run gives back
-    trial.compare_results(replica_steps, saved)
+    may_be_whole = _may_be_whole(table, rule, len(reading[0]))
+    with own.arithmetic.comparing():
+        truth.traces = own.leaves_traces(first)
+        trial = Trial(result, own, truth, narrowed, segment.done.updates, first, tolerance)
+        cut = divided or drawing or own.traces or by_microbatches
+        # A layer may insist on a micro-batch's size.
+        whole = may_be_whole and not cut and own.takes([_undivided(batches, reading, 0)])
+        # [3] update by update
+        updates = table.updates if table.training else table.batches
+        with _bar(2 * sum(map(len, reading[:updates]))) as count:
+            own.tick = count
+            steps = replica_steps[0]
+            for pieces in _follow(trial, segment, batches, reading, steps, stream, whole):
+                count(len(pieces))
+        # [4] what the run gives back
+        trial.compare_results(replica_steps, saved)
     _check_draws(own, drawing)
+    if may_be_whole and (own.traces or not whole):
+        rule = rule.replace(":", ", the batch in micro-batches only:", 1)
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
 
 

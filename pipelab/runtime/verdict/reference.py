@@ -5,7 +5,7 @@ the stages or the schedule's versions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -121,6 +121,10 @@ class Arithmetic(Protocol):
 
     def off(self, array: Any, size: float, seed: int) -> Any:
         """An array whose finite numbers are each off by up to `size` of itself."""
+
+    def comparing(self) -> AbstractContextManager[Any]:
+        """The context of comparisons, in which its library has float64."""
+        return nullcontext()
 
     def buffers(self) -> Sequence[Mapping[str, Any]]:
         """Those that forwards of the first replica have left, by stage."""
