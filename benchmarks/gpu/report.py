@@ -45,7 +45,12 @@ from gpu.measured import (
     sharing,
     streams,
 )
-from gpu.speed import beside_a_loop, beside_torchgpipe, beside_torchs_runtime
+from gpu.speed import (
+    beside_a_compiled_loop,
+    beside_a_loop,
+    beside_torchgpipe,
+    beside_torchs_runtime,
+)
 from measure import FOLDER, check_folder, machine, page, paragraph, table
 from pipelab.table.action import check_counts
 
@@ -59,6 +64,7 @@ SECTIONS: dict[str, Callable[[Place], list[str]]] = {
     "Predictions": predictions,
     "Lectures": lectures,
     "Beside a plain loop": beside_a_loop,
+    "Beside a compiled loop": beside_a_compiled_loop,
     "Beside torchgpipe": beside_torchgpipe,
     "Beside torch's runtime": beside_torchs_runtime,
     "Four stages on one GPU": streams,

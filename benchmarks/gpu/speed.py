@@ -102,6 +102,30 @@ def beside_a_loop(place: Place) -> list[str]:
     ]
 
 
+def beside_a_compiled_loop(place: Place) -> list[str]:
+    """1F1B with stages that torch.compile compiles beside a compiled loop, where launches bound."""
+    rows = []
+    text = texts(place)["small"]
+    layers, data = _on(place, text)
+    for mode in ("default", "reduce-overhead"):  # the latter captures CUDA graphs
+        compiled = partial(torch.compile, mode=mode)
+        ours = partial(pipeline, place, layers, data, "pipedream_flush", 4, 1, made=compiled)
+        plain = partial(loop, place, layers, data, made=compiled)
+        try:
+            cells = beside(ours, plain, None)
+        except Exception as error:
+            cells = [f"{type(error).__name__}: {error}".partition("\n")[0].replace("|", "\\|")]
+            cells += [""] * 4
+        rows.append(row_of(f"1F1B, {mode}", text.samples * text.length, *cells))
+    return [
+        paragraph(
+            "The same with torch.compile: of each stage, and of the loop's model. Modes are "
+            "torch.compile's."
+        ),
+        table(HEADER, rows),
+    ]
+
+
 def beside_torchgpipe(place: Place) -> list[str]:
     """GPipe in float32 beside torchgpipe, whose threads do not inherit autocast."""
     rows = []
@@ -139,18 +163,24 @@ def pipeline(
     virtual: int,
     *,
     mixed: bool = True,
+    made: Callable[[nn.Module], Any] = lambda module: module,
 ) -> list[float]:
-    """Seconds of every batch but the first, by a schedule."""
-    made = make(schedule, devices, MICROBATCHES, virtual=virtual, batches=len(data))
-    stages = split(layers, uniform(len(layers), made.stages))
+    """Seconds of every batch but the first, by a schedule; `made` of each stage."""
+    order = make(schedule, devices, MICROBATCHES, virtual=virtual, batches=len(data))
+    stages = [made(stage) for stage in split(layers, uniform(len(layers), order.stages))]
     how = dict(devices=str(place.device), autocast=torch.bfloat16 if mixed else None, check=False)
-    done = run(made, stages, data, next_token_loss, ADAMW, **how)
+    done = run(order, stages, data, next_token_loss, ADAMW, **how)
     return list(done.timeline.batch_seconds())
 
 
-def loop(place: Place, layers: list[nn.Module], data: list[Any]) -> list[float]:
+def loop(
+    place: Place,
+    layers: list[nn.Module],
+    data: list[Any],
+    made: Callable[[nn.Module], Any] = lambda module: module,
+) -> list[float]:
     """The same of a plain loop over the micro-batches."""
-    model = nn.Sequential(*copy.deepcopy(layers))
+    model = made(nn.Sequential(*copy.deepcopy(layers)))
     optimizer, ends = ADAMW(model.parameters()), []
     for x, y in data:
         for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):

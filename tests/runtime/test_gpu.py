@@ -198,8 +198,17 @@ def test_ranks_share_gpus(rank, gpus, wire, given, monkeypatch):
 
 ROUGH = Sizes(16, 32, 0.0, microbatches=4, repeats=2, pairs=2)
 HERE = Place(CPU, ROUGH, 60)
-LONG = ("What the check costs", "Lectures", "Processes", "Faults", "JAX in two processes")
-LONG += ("The suite's GPU tests", "Checked runs", "Pipeshard")
+LONG = (
+    "What the check costs",
+    "Lectures",
+    "Beside a compiled loop",
+    "Checked runs",
+    "Processes",
+    "Faults",
+    "JAX in two processes",
+    "Pipeshard",
+    "The suite's GPU tests",
+)
 
 
 @pytest.mark.thorough

@@ -27,6 +27,19 @@ def same(a, b):
     return all(torch.equal(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x)
 
 
+@pytest.mark.parametrize("name", ["pipedream_flush", "zb_h1", "pipedream"])
+def test_compiled_stages_train_alike_and_nothing_else_is_compiled(name, caplog):
+    # Was: what notes the tensors that autograd saves was compiled too, and a warning told of it.
+    compiled = [torch.compile(stage, backend="aot_eager") for stage in stages(4)]
+    data = [(torch.randn(16, 6).double(), torch.randn(16, 6).double()) for _ in range(2)]
+    given = data, F.mse_loss, SGD
+    table = make(name, 4, 4, batches=2)
+    result, plain = run(table, compiled, *given), run(table, stages(4), *given)
+    assert result.check.passed, result.check
+    assert result.losses == pytest.approx(plain.losses)
+    assert not [record for record in caplog.records if record.name.startswith("torch._dynamo")]
+
+
 # ---- tied weights
 
 

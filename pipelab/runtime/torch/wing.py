@@ -32,6 +32,8 @@ from pipelab.runtime.torch.state import TREES, StageState, copies_of, make_optim
 from pipelab.runtime.worker import Job
 from pipelab.table.schedule import Schedule
 
+# What notes a stage's tensors is no part of a stage that torch.compile compiles.
+torch._dynamo.trace_rules.add("pipelab.runtime")
 # A process that has these was started by torchrun or another launcher.
 LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
