@@ -97,7 +97,7 @@ def _others(
     tags, column = [FIXED], 0
     for part, tag in parts:
         width = shape_of(part[0])[-1]
-        if column != wanted:
+        if not column <= wanted < column + width:
             tags.append(tag)
         elif width != 1 or not _counts(known, part, axis):
             return False, indices
