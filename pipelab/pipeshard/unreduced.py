@@ -123,9 +123,15 @@ def _way(shard: Shard, tag: Tag, pair: Pair, back: bool = False) -> Way:
     # As micro-batches are joined along it, so it is divided.
     if tag.role is Role.MIXED or axes not in ([], [axis]):
         raise PipeshardError(tag.why or "an array has its samples in another order")
-    summed = back and tag.role is Role.REDUCED
-    # Adding up the devices' makes as many times as much of it.
-    return Way(axis, shard.count ** (summed - tag.degree), summed)
+    # What a device has beside what all samples make. A sum over them (degree 1) is a quarter of it
+    # on one of 4 devices, and one that is divided by their number twice (degree -1) is 4 times it:
+    #
+    #     degree                      -1     0     1
+    #     on one of 4 devices          4     1    1/4
+    #     the sum of all 4 devices'   16     4     1
+    if back and tag.role is Role.REDUCED:
+        return Way(axis, shard.count ** (1 - tag.degree), summed=True)
+    return Way(axis, shard.count**-tag.degree)
 
 
 class Unreduced(Pullback):
