@@ -236,11 +236,16 @@ def _copied(result: Result) -> Tag | None:
         return _reshaped(result, result.tags[0]._replace(degree=degree))
     if any(result.read):
         return None
-    # It comes: every sample gets the same, as x + bias does, or zeros(len(x)).
-    alike = result.name == "broadcast_in_dim"
-    alike |= result.name == "iota" and eqn.params["dimension"] not in result.made
-    alike |= result.name == "tile" and shape_of(eqn.invars[0])[result.made[0]] == 1
-    return Tag(Role.FIXED, degree) if alike else mixed(eqn)
+    return Tag(Role.FIXED, degree) if _comes_alike(result) else mixed(eqn)
+
+
+def _comes_alike(result: Result) -> bool:
+    """Whether every sample gets the same of what has no samples: x + bias, zeros(len(x))."""
+    if result.name == "iota":  # which counts along one dimension
+        return result.eqn.params["dimension"] not in result.made
+    if result.name == "tile":
+        return shape_of(result.eqn.invars[0])[result.made[0]] == 1
+    return result.name == "broadcast_in_dim"
 
 
 def _reshaped(result: Result, tag: Tag) -> Tag:
