@@ -223,7 +223,7 @@ def _unguarded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Graph]:
     return replace(graph, outputs=[total, *numbers, *aux]).jaxpr, guard
 
 
-def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int, weights: int = 0) -> Arrays:
+def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int, weights: int) -> Arrays:
     """Evaluate the primitive by jax's own value_and_grad: [loss, *aux, *gradients].
 
     wanted   how many of the arguments, from the first, the gradient is taken by
