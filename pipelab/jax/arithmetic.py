@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from pipelab.jax.arguments import TREES, Part
+from pipelab.jax.host import is_key_type
 from pipelab.jax.jaxpr import all_equations
 from pipelab.runtime.batches import samples_of
 from pipelab.runtime.options import Options
@@ -151,7 +152,7 @@ class JaxArithmetic(reference.Arithmetic):
 
     def _placed(self, leaf: Any) -> Any:
         """An array in this precision, of numpy on a CPU; random keys as they are."""
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key_type(leaf.dtype):
             return leaf
         if self.here:
             return wide(leaf) if self.wide else np.asarray(leaf)

@@ -12,10 +12,14 @@ import jax
 import numpy as np
 
 
+def is_key_type(dtype: Any) -> bool:
+    """Whether it is that of typed random keys, as jax.random.key makes them."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def words(array: jax.Array) -> jax.Array:
     """An array of numbers as it is; of random keys, their words."""
-    keys = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(array) if keys else array
+    return jax.random.key_data(array) if is_key_type(array.dtype) else array
 
 
 def as_numbers(value: Any) -> np.ndarray | None:

@@ -173,7 +173,7 @@ def contains(eqn: JaxprEqn, names: Collection[str]) -> bool:
     return any(inner.primitive.name in names for inner in all_equations([eqn]))
 
 
-def rounding_unit(made: Iterable[JaxprEqn], read: Iterable[Any] = ()) -> jnp.finfo:
+def rounding_unit(made: Iterable[JaxprEqn], read: Iterable[Any]) -> jnp.finfo:
     """The coarsest type that equations, and all inside them, compute in or read.
 
     It is float32 where there are whole numbers alone.

@@ -11,6 +11,7 @@ from jax._src.lib import xla_client  # no public way to it
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from pipelab.jax.host import is_key_type
 from pipelab.jax.jaxpr import Atom, contains, place_of
 
 CONSTRAINT = "sharding_constraint"
@@ -56,11 +57,6 @@ def bytes_of(atom: Atom) -> int:
 def is_inexact(atom: Atom) -> bool:
     """Whether it has floating or complex numbers: there are gradients by these alone."""
     return jnp.issubdtype(dtype_of(atom), jnp.inexact)
-
-
-def is_key_type(dtype: Any) -> bool:
-    """Whether it is that of typed random keys, as jax.random.key makes them."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_key(atom: Atom) -> bool:

@@ -77,21 +77,8 @@ def _marked(
     **kwargs: Any,
 ) -> Any:
     # [1] What the gradient is taken by.
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    try:
-        chosen = [args[i] for i in positions]
-    except IndexError:
-        raise TypeError(
-            f"argnums={argnums}: the loss was given {len(args)} arguments by position"
-        ) from None
+    positions, chosen = _taken_by(args, argnums)
     values, tree = jax.tree.flatten(chosen)
-    for value in values:
-        kind = jax.dtypes.result_type(value)
-        if not jnp.issubdtype(kind, jnp.inexact):
-            raise TypeError(
-                f"the gradient is taken by an array of {kind}: keep arrays of that type in "
-                "another argument of the loss"
-            )
 
     # [2] Trace the loss as a function of it.
     def flat(*values: Any) -> Any:
@@ -127,6 +114,30 @@ def _marked(
     (total, weight), *aux = value if has_aux else (value,)
     mean, gradients = jax.tree.map(partial(_divided, weight), (total, gradients))
     return ((mean, *aux) if has_aux else mean), gradients
+
+
+def _taken_by(
+    args: Sequence[Any], argnums: int | Sequence[int]
+) -> tuple[tuple[int, ...], list[Any]]:
+    """Positions of the arguments that the gradient is taken by, and these.
+
+    Raises TypeError where there is no gradient by one of them.
+    """
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    try:
+        chosen = [args[i] for i in positions]
+    except IndexError:
+        raise TypeError(
+            f"argnums={argnums}: the loss was given {len(args)} arguments by position"
+        ) from None
+    for value in jax.tree.leaves(chosen):
+        kind = jax.dtypes.result_type(value)
+        if not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"the gradient is taken by an array of {kind}: keep arrays of that type in "
+                "another argument of the loss"
+            )
+    return positions, chosen
 
 
 def grad(
@@ -223,7 +234,7 @@ def _unguarded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Graph]:
     return replace(graph, outputs=[total, *numbers, *aux]).jaxpr, guard
 
 
-def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int, weights: int = 0) -> Arrays:
+def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int, weights: int) -> Arrays:
     """Evaluate the primitive by jax's own value_and_grad: [loss, *aux, *gradients].
 
     wanted   how many of the arguments, from the first, the gradient is taken by

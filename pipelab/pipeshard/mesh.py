@@ -97,20 +97,22 @@ class MeshStage(Stage):
     def forward(self, microbatch: int, received: Payload | None) -> Payload | None:
         # [1] What this stage reads: some of what arrives, the batch, and arguments.
         compiled, graph = self.compiled, self.graph
-        arrived = received or {}
-        here = {v: self.device.moved(v, arrived[v]) for v in (*graph.inputs, *graph.aux_inputs)}
-        here.update((v, parts[microbatch]) for v, parts in self._data.items())
-        found: dict[Any, Any] = {**arrived, **self.known, **here}
-        # [2] Compute.
-        arguments = [found[v] for v in graph.arguments]
+        values: dict[Any, Any] = {**(received or {}), **self.known}
+        for v in (*graph.inputs, *graph.aux_inputs):
+            values[v] = self.device.moved(v, values[v])
+        for v, pieces in self._data.items():
+            values[v] = pieces[microbatch]
+        # [2] Compute. Behind what the stage makes stands what the backward needs besides.
+        arguments = [values[v] for v in graph.arguments]
         made = self.device.wait(compiled.forward(*arguments))
-        own = [found[v] for v in compiled.own]
+        own = [values[v] for v in compiled.own]
         self.backwards.keep(microbatch, compiled, arguments, made, own)
-        found.update(zip(graph.made, made, strict=False))
-        self.results[microbatch] = {i: found[i] for i in graph.results}
+        values.update(zip(graph.made, made, strict=False))
+        self.results[microbatch] = {i: values[i] for i in graph.results}
         # [3] Hand on what later stages read.
-        later = compiled.later
-        return {v: found[v] for v in later if v in found} if later else None
+        if not compiled.later:
+            return None
+        return {v: values[v] for v in compiled.later if v in values}
 
     def backward(self, microbatch: int, received: Payload | None) -> Payload:
         """Add to the parameters' gradients; returns those of what earlier stages made."""
@@ -144,16 +146,23 @@ class MeshStage(Stage):
         microbatch: int,
         received: Payload | None,
     ) -> Payload:
-        """Per output its gradients, from all stages that read it -> those of the inputs."""
+        """Gradients of variables, one by each later stage that reads them -> the same for earlier.
+
+        Stage 1 of the example above, which makes y of x:
+
+            received from stage 2    y: [by 2]    z: [by 2]
+            handed on to stage 0     x: [by 1]    z: [by 2]    z is not its own, and passes through
+        """
+        outputs, inputs = self.graph.outputs, self.graph.inputs
         # Nobody sends to the last stage: it starts with its share of the loss.
-        parts = {self.graph.outputs[0]: [self._seed]} if received is None else received
-        mine = {v: reduce(add_arrays, self.device.moved(v, parts[v])) for v in self.graph.outputs}
-        gradients = backward(microbatch, [*mine.values()])
-        # They join those that later stages found of the same variables, and go on to earlier ones.
-        found = {v: list(of) for v, of in parts.items() if v not in mine}
-        for v, gradient in zip(self.graph.inputs, gradients, strict=True):
-            found.setdefault(v, []).append(gradient)
-        return found
+        gradients = {outputs[0]: [self._seed]} if received is None else received
+        sums = [reduce(add_arrays, self.device.moved(v, gradients[v])) for v in outputs]
+        mine = backward(microbatch, sums)
+        # Its own join those that later stages found of the same variables.
+        handed_on = {v: list(of) for v, of in gradients.items() if v not in outputs}
+        for v, gradient in zip(inputs, mine, strict=True):
+            handed_on.setdefault(v, []).append(gradient)
+        return handed_on
 
     # ---- what the worker asks of it
 

@@ -165,28 +165,20 @@ class Pipeshard(Keywords):
     def __post_init__(self) -> None:
         named = self.stages in ("uniform", "auto")
         counted = isinstance(self.stages, int) and self.stages >= 2
-        for name, fits, remedy in (
-            ("microbatches", self.microbatches >= 1, "at least 1"),
-            ("virtual", self.virtual >= 1, "at least 1"),
-            (
-                "layers",
-                self.layers == "manual" or callable(self.layers),
-                "'manual', and mark_pipeline_boundary() between layers, or auto.AutoLayers(n)",
-            ),
-            (
-                "stages",
-                named or counted or isinstance(self.stages, (ManualStages, Planner)),
-                "'uniform', a number of at least 2, 'auto', or ManualStages(...)",
-            ),
-            (
-                "schedule",
-                self.schedule != "inference",
-                f"one that trains, such as 'gpipe'; {FORWARD_ONLY}",
-            ),
-            ("reduce", self.reduce in (None, "mean", "sum"), "'mean' or 'sum'"),
-        ):
-            if not fits:
-                raise PipeshardError(f"{name}={getattr(self, name)!r}: use {remedy}")
+        planned = isinstance(self.stages, (ManualStages, Planner))
+        marks = "'manual', and mark_pipeline_boundary() between layers, or auto.AutoLayers(n)"
+        stages = "'uniform', a number of at least 2, 'auto', or ManualStages(...)"
+        trains = f"one that trains, such as 'gpipe'; {FORWARD_ONLY}"
+        self._require("microbatches", self.microbatches >= 1, "at least 1")
+        self._require("virtual", self.virtual >= 1, "at least 1")
+        self._require("layers", self.layers == "manual" or callable(self.layers), marks)
+        self._require("stages", named or counted or planned, stages)
+        self._require("schedule", self.schedule != "inference", trains)
+        self._require("reduce", self.reduce in (None, "mean", "sum"), "'mean' or 'sum'")
+
+    def _require(self, name: str, fits: bool, remedy: str) -> None:
+        if not fits:
+            raise PipeshardError(f"{name}={getattr(self, name)!r}: use {remedy}")
 
     def stages_of(self, layers: int) -> list[list[int]]:
         """The layers of each stage.
@@ -248,46 +240,49 @@ class Pipeshard(Keywords):
 
         Raises PipeshardError where they overlap or there are too few devices.
         """
-        # [1] What is wanted of each mesh.
         pool = self.pool
-        available = len(pool)
-        if isinstance(self.stages, ManualStages):
-            wanted = list(self.stages.meshes)
-        elif available % rows or not pool:
-            raise PipeshardError(
-                f"{available} devices cannot be shared out equally over {rows} meshes: pass "
-                "devices= with a multiple of that, stages= with another number (the default is one "
-                "for each marked layer, and a network that the loss calls twice marks its layers "
-                "twice), or ManualStages with the number of devices of each"
-            )
-        else:
-            wanted = [available // rows] * rows
-        if len(wanted) != rows:
-            raise PipeshardError(
-                f"meshes={wanted!r}: the schedule has {rows} devices, give a mesh for each"
-            )
-        # [2] Numbers and shapes take the next devices; devices that are named are taken as they
-        #     are.
+        wanted = self._wanted_of_meshes(rows, len(pool))
+        taken = 0  # of the pool, by numbers and shapes; devices that are named stay as they are
         meshes = []
         for mesh in wanted:
-            if isinstance(mesh, int):
-                mesh = mesh, 1
-            if isinstance(mesh, tuple) and all(isinstance(n, int) for n in mesh):
-                count = math.prod(mesh)
-                if count > len(pool):
+            shape = (mesh, 1) if isinstance(mesh, int) else mesh
+            if isinstance(shape, tuple) and all(isinstance(n, int) for n in shape):
+                first, taken = taken, taken + math.prod(shape)
+                if taken > len(pool):
                     raise PipeshardError(
-                        f"meshes={wanted!r} need more than the {available} devices there are"
+                        f"meshes={wanted!r} need more than the {len(pool)} devices there are"
                     )
-                mesh, pool = np.array(pool[:count]).reshape(mesh), pool[count:]
-            array = np.array(mesh)
-            meshes.append(Mesh(array.reshape(-1, 1) if array.ndim == 1 else array, AXES))
-        # [3] A device runs one stage at a time: in two meshes it would hold up both.
-        devices = [device for mesh in meshes for device in mesh.devices.flat]
-        if len(set(devices)) != len(devices):
+                devices: Any = np.array(pool[first:taken]).reshape(shape)
+            else:
+                devices = np.array(mesh)
+            if devices.ndim == 1:  # parallel over data alone
+                devices = devices.reshape(-1, 1)
+            meshes.append(Mesh(devices, AXES))
+        # A device runs one stage at a time: in two meshes it would hold up both.
+        every = [device for mesh in meshes for device in mesh.devices.flat]
+        if len(set(every)) != len(every):
             raise PipeshardError(
                 f"meshes={wanted!r}: a device is in two of them; meshes must not overlap"
             )
         return meshes
+
+    def _wanted_of_meshes(self, rows: int, devices: int) -> list[Any]:
+        """For each mesh a number of devices, a shape, or the devices themselves."""
+        if isinstance(self.stages, ManualStages):
+            wanted = list(self.stages.meshes)
+            if len(wanted) != rows:
+                raise PipeshardError(
+                    f"meshes={wanted!r}: the schedule has {rows} devices, give a mesh for each"
+                )
+            return wanted
+        if devices % rows or not devices:
+            raise PipeshardError(
+                f"{devices} devices cannot be shared out equally over {rows} meshes: pass "
+                "devices= with a multiple of that, stages= with another number (the default is one "
+                "for each marked layer, and a network that the loss calls twice marks its layers "
+                "twice), or ManualStages with the number of devices of each"
+            )
+        return [devices // rows] * rows
 
     def shardings_of(self, rows: int) -> list[Sharding]:
         """Per mesh, what places arguments in it."""

@@ -83,34 +83,20 @@ def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
 
     Raises PipeshardError where the batch has no samples, or its leaves unequal numbers of them.
     """
-    chosen = {i % len(args) for i in batch_argnums}
+    of_batch = {i % len(args) for i in batch_argnums}
     leaves, tree = jax.tree.flatten_with_path(tuple(args))
-    paths = []
-    batch = []
+    values, paths, batch = [], [], []
     sizes: dict[str, int] = {}  # a leaf of the batch, in words -> its samples
-    for position, ((argument, *path), value) in enumerate(leaves):
-        # The first key is the argument's number; the others are the way through its tree.
-        i = argument.idx
-        name = jax.tree_util.keystr(tuple(path))
-        paths.append(name)
-        if isinstance(value, jax.core.Tracer):
-            raise PipeshardError(
-                "the pipeline is called inside jax.jit or another transformation: call it outside"
-            )
-        if not is_array(value):
-            raise PipeshardError(
-                f"argument {i}{name} is {value!r}, not an array: bind it by functools.partial, or "
-                "leave it out"
-            )
-        if i in chosen:
+    # The first key is the argument's number; the others are the way through its tree.
+    for position, ((argument, *way), value) in enumerate(leaves):
+        path = jax.tree_util.keystr(tuple(way))
+        _check_leaf(f"{argument.idx}{path}", value)
+        values.append(value)
+        paths.append(path)
+        if argument.idx in of_batch:
             batch.append(position)
-            shape = jax.numpy.shape(value)
-            if not shape:
-                raise PipeshardError(
-                    f"batch leaf {name or i} is {value!r}: every leaf of the batch needs samples "
-                    "along dimension 0; pass anything else in another argument"
-                )
-            sizes[f"{name or f'argument {i}'} has {shape[0]}"] = shape[0]
+            samples = _samples_of(path or argument.idx, value)
+            sizes[f"{path or f'argument {argument.idx}'} has {samples}"] = samples
     if len(set(sizes.values())) != 1:
         problem = "; ".join(sizes) or "it has no arrays"
         raise PipeshardError(
@@ -119,7 +105,31 @@ def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
     (samples,) = set(sizes.values())
     if not samples:
         raise PipeshardError("the batch has no samples")
-    return Arguments([value for _, value in leaves], paths, tree, batch, samples)
+    return Arguments(values, paths, tree, batch, samples)
+
+
+def _check_leaf(name: str, value: Any) -> None:
+    """PipeshardError for what cannot be an array, or comes from an outer transformation."""
+    if isinstance(value, jax.core.Tracer):
+        raise PipeshardError(
+            "the pipeline is called inside jax.jit or another transformation: call it outside"
+        )
+    if not is_array(value):
+        raise PipeshardError(
+            f"argument {name} is {value!r}, not an array: bind it by functools.partial, or "
+            "leave it out"
+        )
+
+
+def _samples_of(name: str | int, value: Any) -> int:
+    """The samples in a leaf of the batch."""
+    shape = jax.numpy.shape(value)
+    if not shape:
+        raise PipeshardError(
+            f"batch leaf {name} is {value!r}: every leaf of the batch needs samples "
+            "along dimension 0; pass anything else in another argument"
+        )
+    return shape[0]
 
 
 @dataclass
@@ -190,10 +200,13 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     loss, parameters = _loss_of(whole, marked, batch)
     # [3] What the results need beside it is the update.
     others = [eqn for eqn in whole.equations if eqn is not marked]
-    inputs = [*whole.inputs, *marked.outvars]
     effects = [eqn for eqn in others if eqn.effects]
-    equations = needed(others, whole.outputs, effects)
-    update = Graph(inputs, whole.outputs, equations, whole.consts)
+    update = Graph(
+        inputs=[*whole.inputs, *marked.outvars],
+        outputs=whole.outputs,
+        equations=needed(others, whole.outputs, effects),
+        consts=whole.consts,
+    )
     found = TracedStep(
         arguments=whole.inputs,
         batch=batch,
@@ -279,8 +292,8 @@ def _donated(closed: ClosedJaxpr) -> list[int]:
     if len(closed.jaxpr.eqns) != 1:
         return []
     call = closed.jaxpr.eqns[0]
-    pairs = zip(call.invars, call.params.get("donated_invars", ()), strict=False)
-    given = [v for v, donated in pairs if donated]
+    donates = call.params.get("donated_invars", ())  # per operand; only jitted functions have it
+    given = [v for v, donated in zip(call.invars, donates, strict=False) if donated]
     return [i for i, v in enumerate(closed.jaxpr.invars) if v in given]
 
 
@@ -346,10 +359,10 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
     # [2] Before the marked equation: what these inputs need.
     before = whole.equations[: whole.equations.index(marked)]
     loss = Graph(
-        [*parameters, *whole.inputs],
-        inner.outputs,
-        [*needed(before, inputs), *inner.equations],
-        {**whole.consts, **inner.consts},
+        inputs=[*parameters, *whole.inputs],
+        outputs=inner.outputs,
+        equations=[*needed(before, inputs), *inner.equations],
+        consts={**whole.consts, **inner.consts},
     )
     return loss, parameters
 

@@ -123,12 +123,15 @@ def _way(shard: Shard, tag: Tag, pair: Pair, back: bool = False) -> Way:
     # As micro-batches are joined along it, so it is divided.
     if tag.role is Role.MIXED or axes not in ([], [axis]):
         raise PipeshardError(tag.why or "an array has its samples in another order")
-    # What grows with the samples (of degree 1) is on a device with a count-th of them a count-th as
-    # large. Adding up the devices' makes count times as much of what they have.
-    scale = 1 / shard.count**tag.degree
+    # What a device has beside what all samples make. A sum over them (degree 1) is a quarter of it
+    # on one of 4 devices, and one that is divided by their number twice (degree -1) is 4 times it:
+    #
+    #     degree                      -1     0     1
+    #     on one of 4 devices          4     1    1/4
+    #     the sum of all 4 devices'   16     4     1
     if back and tag.role is Role.REDUCED:
-        return Way(axis, scale * shard.count, summed=True)
-    return Way(axis, scale)
+        return Way(axis, shard.count ** (1 - tag.degree), summed=True)
+    return Way(axis, shard.count**-tag.degree)
 
 
 class Unreduced(Pullback):

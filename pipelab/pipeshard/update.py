@@ -14,9 +14,10 @@ What is made of single numbers alone (a step count, a learning rate, the sum of 
 computed by every task that needs it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import jax
 from jax.extend.core import Var
@@ -63,17 +64,87 @@ def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[
     A branch (lax.cond) that joins arrays of several stages becomes a choice for each array: both
     sides are computed. Raises PipeshardError where another equation joins arrays of several stages.
     """
-    update, stage_of = _placed(update, owners)
-    earliest, known = _earliest(update, stage_of, owners, late)
-    places = _as_late_as_read(update, earliest)
-    maker = {v: at for eqn, at in zip(update.equations, places, strict=True) for v in eqn.outvars}
-    # [1] What is wanted of each task: the step's results where they are made; one that every task
-    #     may compute, of the first stage.
+    update, homes = _placed(update, owners)
+    earliest, known = _earliest_levels(update, homes, owners, late)
+    levels = _levels_of_readers(update, homes, earliest)
+    places = [
+        None if home is None else (level, home) for level, home in zip(levels, homes, strict=True)
+    ]
+    # The step's results are made where they are; one that every task may compute, by the first
+    # stage.
+    maker = _by_result(update, places)
+    results = [v for v in variables(update.outputs) if v in maker]
+    wanted = [(maker[v] or (known[v, 0], 0), v) for v in results]
+    return _tasks(update, places, wanted)
+
+
+def _earliest_levels(
+    update: Graph, homes: Sequence[int | None], owners: dict[Var, int], late: set[Var]
+) -> tuple[list[int], dict[tuple[Var, int], int]]:
+    """The level at which each equation can run on its stage at the earliest.
+
+    homes  the stage of each; None: of single numbers alone, which every stage may compute
+
+        level 0, stage 0: |g0|^2   -->   known on stage 0 at level 0, on stage 1 at level 1
+
+    Returns with them (variable, stage) -> the first level at which the stage can read it.
+    """
+    stages = range(1 + max(owners.values(), default=0))
+    known = {
+        (v, stage): int(v in late or owners.get(v, stage) != stage)
+        for v, stage in product(update.sources, stages)
+    }
+    levels = []
+    for eqn, home in zip(update.equations, homes, strict=True):
+        reads = variables(eqn.invars)
+        for stage in stages:
+            here = stage if home is None else home
+            level = max((known[v, here] for v in reads), default=0)
+            crosses = home is not None and home != stage  # between two levels
+            known.update(((v, stage), level + crosses) for v in eqn.outvars)
+        levels.append(level)
+    return levels, known
+
+
+def _levels_of_readers(
+    update: Graph, homes: Sequence[int | None], earliest: Sequence[int]
+) -> list[int]:
+    """The level of each equation: what only later tasks of its stage read, the first computes.
+
+    With clipping and Adam, 0.9 m would otherwise be kept from level 0 to level 1, beside m:
+
+        m' = 0.9 m + scale * g      scale is known at level 1, and so 0.9 m is computed there
+    """
+    made_on = _by_result(update, homes)
+    levels = list(earliest)
+    # Variable -> the first level that reads it; another stage's reading, or the result, wants it as
+    # soon as can be.
+    first = dict.fromkeys(variables(update.outputs), 0)
+    for i, eqn in reversed([*enumerate(update.equations)]):
+        home = homes[i]
+        if home is not None:
+            read_at = min((first[v] for v in eqn.outvars if v in first), default=0)
+            levels[i] = max(levels[i], read_at)
+        for v in variables(eqn.invars):
+            same_stage = home is not None and made_on.get(v) == home
+            level = levels[i] if same_stage else 0
+            first[v] = min(level, first.get(v, level))
+    return levels
+
+
+def _tasks(
+    update: Graph, places: Sequence[Place | None], results: Iterable[tuple[Place, Var]]
+) -> list[UpdateTask]:
+    """A task for each place that makes something, by level.
+
+    results  of the step, each with the place that makes it
+    """
+    maker = _by_result(update, places)
     wanted: dict[Place, dict[Var, None]] = {place: {} for place in places if place}
-    for v in filter(maker.__contains__, variables(update.outputs)):
-        wanted.setdefault(maker[v] or (known[v, 0], 0), {})[v] = None
-    # [2] From the last level to the first: what a task needs of the earlier ones.
+    for place, v in results:
+        wanted.setdefault(place, {})[v] = None
     tasks = []
+    # From the last level to the first: each says what it needs of the earlier ones.
     for place in sorted(wanted, reverse=True):
         outputs = list(wanted[place])
         where = zip(update.equations, places, strict=True)
@@ -82,52 +153,14 @@ def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[
         for v in inputs:
             if made_at := maker.get(v):
                 wanted[made_at][v] = None
-        tasks.append(UpdateTask(place[1], place[0], equations, inputs, outputs))
+        level, stage = place
+        tasks.append(UpdateTask(stage, level, equations, inputs, outputs))
     return [task for task in reversed(tasks) if task.outputs]
 
 
-def _earliest(
-    update: Graph, stage_of: dict[int, int], owners: dict[Var, int], late: set[Var]
-) -> tuple[list[Place | None], dict[tuple[Var, int], int]]:
-    """Where and when each equation can run first; the level at which a stage can read a variable.
-
-    What is made of single numbers alone has no place: every task may compute it.
-    """
-    stages = range(1 + max(owners.values(), default=0))
-    pairs = product(update.sources, stages)
-    known = {(v, s): int(v in late or owners.get(v, s) != s) for v, s in pairs}
-    places: list[Place | None] = []
-    for i, eqn in enumerate(update.equations):
-        reads, home = variables(eqn.invars), stage_of.get(i)
-        for stage in stages:
-            level = max((known[v, stage if home is None else home] for v in reads), default=0)
-            # From its stage to another it crosses between two levels.
-            later = level + (home not in (None, stage))
-            known.update(((v, stage), later) for v in eqn.outvars)
-        places.append(None if home is None else (level, home))
-    return places, known
-
-
-def _as_late_as_read(update: Graph, earliest: Sequence[Place | None]) -> list[Place | None]:
-    """The places with what only later tasks of its stage read moved to the first of these.
-
-    With clipping and Adam, 0.9 m would otherwise be kept from level 0 to level 1, beside m.
-    """
-    places = list(earliest)
-    maker = {
-        v: place for eqn, place in zip(update.equations, places, strict=True) for v in eqn.outvars
-    }
-    first = dict.fromkeys(variables(update.outputs), 0)  # level that reads it
-    for i, eqn in reversed([*enumerate(update.equations)]):
-        place = places[i]
-        if place:
-            level = min((first[v] for v in eqn.outvars if v in first), default=0)
-            place = places[i] = max(place[0], level), place[1]
-        for v in variables(eqn.invars):
-            made_at = maker.get(v)
-            level = place[0] if place and made_at and made_at[1] == place[1] else 0
-            first[v] = min(level, first.get(v, level))
-    return places
+def _by_result(update: Graph, of: Sequence[Any]) -> dict[Var, Any]:
+    """Variable -> what `of` says of the equation that makes it."""
+    return {v: x for eqn, x in zip(update.equations, of, strict=True) for v in eqn.outvars}
 
 
 def donate(tasks: list[UpdateTask], given: set[Var], next_values: dict[Var, Var]) -> None:
@@ -147,7 +180,7 @@ def donate(tasks: list[UpdateTask], given: set[Var], next_values: dict[Var, Var]
                 task.donated.append(old)
 
 
-def _placed(update: Graph, owners: dict[Var, int]) -> tuple[Graph, dict[int, int]]:
+def _placed(update: Graph, owners: dict[Var, int]) -> tuple[Graph, list[int | None]]:
     """The update and its equations' stages, with choices for branches where these need it."""
     try:
         return update, _stages(update, owners)
@@ -183,12 +216,12 @@ def _without_branches(graph: Graph) -> Graph:
     return replace(graph, equations=equations)
 
 
-def _stages(update: Graph, owners: dict[Var, int]) -> dict[int, int]:
+def _stages(update: Graph, owners: dict[Var, int]) -> list[int | None]:
     """Equations that share an array run together, where one of the arrays has an owner.
 
         g, m (stage 1)     m' = 0.9 m + g     q = p - 0.1 m'     g, m, m', p, q: all of stage 1
 
-    Returns the number of each equation that reads an array -> its stage.
+    Returns the stage of each equation, None where it reads no array.
     """
     # Not what is made of numbers alone, or of arrays that several stages read.
     joined = {v for v in update.inputs if size(v) > SMALL} - _shared(update, owners)
@@ -213,7 +246,7 @@ def _stages(update: Graph, owners: dict[Var, int]) -> dict[int, int]:
                 )
             for stage in stages:
                 owner.update(dict.fromkeys(arrays, stage))
-    return {i: owner.get(v, 0) for i, v in found.items()}
+    return [owner.get(found[i], 0) if i in found else None for i in range(len(update.equations))]
 
 
 def _shared(update: Graph, owners: dict[Var, int]) -> set[Var]:

@@ -75,6 +75,18 @@ def loss_of(before=lambda x, batch: x, between=lambda x, batch: x):
     return loss
 
 
+def test_places_that_the_batch_has_may_be_those_of_other_samples():
+    dimensions = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+
+    def loss(params, batch):
+        out = two_layers(params, batch["x"])
+        # Places (entry, sample), in one array that is not made of columns.
+        return jnp.mean(jax.lax.gather(out.T, batch["places"], dimensions, (1, 1), mode="clip"))
+
+    places = np.stack([np.zeros(16, np.int32), np.arange(16, dtype=np.int32)[::-1]], axis=1)
+    assert_refused("neither a mean nor a sum", loss, {**data(16), "places": places})
+
+
 def indexed(samples=16):
     return {**data(samples), "i": np.arange(samples, dtype=np.int32)}
 

@@ -71,12 +71,12 @@ class Intervals:
         self._best[left] = options.argmin(axis=1)
         self.values[left] = options.min(axis=1)
 
-    def value(self, left: Left, first: int = 0) -> float:
-        return float(self.values[left][first])
+    def value(self, left: Left) -> float:
+        return float(self.values[left][0])
 
-    def stages(self, left: Left, first: int = 0) -> list[Interval]:
-        """The best ones from a cut on."""
-        found = []
+    def stages(self, left: Left) -> list[Interval]:
+        """The best ones, from the first cut on."""
+        found, first = [], 0
         while left in self._best:
             move, end = divmod(int(self._best[left][first]), len(self.values[left]))
             taken, left = self._moves[left][move]

@@ -51,11 +51,11 @@ def table_of(
     name: str,
     p: int,
     m: int,
-    virtual: int = 1,
+    virtual: int,
     *,
     batches: int = 1,
-    longest: int = 1,
-    costs: Costs | None = None,
+    longest: int,
+    costs: Costs,
 ) -> Schedule:
     """The table of a plan; of one that is made for its costs, the one for these."""
     sizes = {"virtual": virtual if takes(name, "virtual") else 1, "longest": longest}

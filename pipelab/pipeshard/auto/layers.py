@@ -20,6 +20,7 @@ from jax.extend.core import jaxprs_in_params
 
 from pipelab.jax.jaxpr import Graph, Variables, place_of, variables
 from pipelab.optimize.cut.intervals import split_intervals
+from pipelab.optimize.cut.splits import sums
 from pipelab.pipeshard.arrays import PipeshardError, bytes_of
 from pipelab.pipeshard.auto.flops import flops
 
@@ -54,12 +55,10 @@ class AutoLayers:
             )
         # [1] FLOPs between two cuts a and b, and what the equations between them receive; infinite
         #     where there are none.
-        ends = np.cumsum([0.0, *work])
-        empty = np.tri(len(ends), dtype=bool)
-        shares = np.where(empty, np.inf, ends - ends[:, None])
-        received = np.where(empty, np.inf, receipts(loss, parameters, batch))
+        shares = sums(work)
+        received = np.where(np.isinf(shares), np.inf, receipts(loss, parameters, batch))
         # [2] The least that the largest layer receives, without layers of too many FLOPs.
-        limit = (1 + self.delta) * ends[-1] / self.n * (1 + 1e-9)
+        limit = (1 + self.delta) * work.sum() / self.n * (1 + 1e-9)
         allowed = np.where(shares <= limit, received, np.inf)
         least, _ = split_intervals(lambda layer: allowed, self.n)
         if np.isinf(least):

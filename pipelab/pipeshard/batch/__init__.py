@@ -5,6 +5,7 @@ code, and pass a loss that ignores padding, or bounds what is still small, where
 
 tags          what a value is to the batch
 primitives    what is known of jax's own operations, and what they run inside
+indexing      gathers and scatters: whether a row of indices is one sample's
 rules         by which one equation treats samples
 reduction     the same of a whole loss and of its derivatives
 draws         random numbers of each micro-batch's own

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 from operator import add
 from typing import Any
 
@@ -49,9 +50,7 @@ class Combine:
             return values[-1]
         if self.how is How.JOIN:
             return jnp.concatenate(values, self.axis)
-        total = values[0]
-        for value in values[1:]:
-            total = add_arrays(total, value)
+        total = reduce(add_arrays, values)
         return total / len(values) if self.how is How.MEAN else total
 
 

@@ -36,7 +36,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 ADD = _names("add sub add_any select_n concatenate pad stack scatter-add")  # sums or choices
-INDEX = {"select_n": 0, "scatter-add": 1}  # the operand among these that only chooses
+PRODUCTS = _names("mul dot_general conv_general_dilated")
+INDEX = {"select_n": 0, "scatter-add": 1}  # of what adds, the operand that only chooses
 
 # the result grows with the batch as the first operand does
 KEEP = _names(

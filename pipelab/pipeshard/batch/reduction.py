@@ -12,18 +12,16 @@ Anything else is *mixed*: a maximum over the batch, a square root of a mean, a p
 batch, and whatever an equation makes of samples that is not known here to keep them apart.
 """
 
-from collections import deque
-from collections.abc import Sequence
 from operator import itemgetter
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.jax.jaxpr import Graph, Variables, carry_of, contains, place_of, variables
+from pipelab.jax.host import is_key_type
+from pipelab.jax.jaxpr import Equations, Graph, Variables, carry_of, contains, place_of, variables
 from pipelab.pipeshard.arrays import (
     PipeshardError,
     dtype_of,
     is_inexact,
-    is_key_type,
     shape_of,
 )
 from pipelab.pipeshard.batch.primitives import (
@@ -116,39 +114,59 @@ class Reductions:
                 tag = self._known.tag(pair)
             self._note(pair, tag)
         # [2] Equations, which have to be the same.
-        equations = deque(small.equations)
-        for b in large.equations:
-            if self._is_left_out(b, equations):
+        self._go_through(small.equations, large.equations)
+        # [3] Outputs.
+        return list(map(self.of, paired(small.outputs, large.outputs)))
+
+    def _go_through(self, small: Equations, large: Equations) -> None:
+        """Go through the equations of both sizes, side by side.
+
+        They are the same, but that a single sample is not made many:
+
+            1 sample                     2 samples
+            a = mul x 2                  a = mul x 2
+                                         b = broadcast_in_dim a       left out of the other one
+            c = add a y                  c = add b y
+        """
+        waiting = iter(small)
+        a = next(waiting, None)
+        for b in large:
+            if self._is_left_out(b, a):
+                self._leave_out(b)
                 continue
-            if not equations:
+            if a is None:
                 raise self._unequal()
-            a = equations.popleft()
             counts = [(len(eqn.invars), len(eqn.outvars)) for eqn in (a, b)]
             if a.primitive is not b.primitive or counts[0] != counts[1]:
                 raise self._unequal(f" ({a.primitive.name}, {place_of(a)})")
             self._step(a, b)
-        if equations:
+            a = next(waiting, None)
+        if a is not None:
             raise self._unequal()
-        # [3] Outputs.
-        return list(map(self.of, paired(small.outputs, large.outputs)))
 
-    def _is_left_out(self, eqn: JaxprEqn, rest: Sequence[JaxprEqn]) -> bool:
+    def _is_left_out(self, eqn: JaxprEqn, following: JaxprEqn | None) -> bool:
         """Whether it makes one sample many, so that jax has no such equation for a single one.
 
-        rest  the equations to come for a single one, which reads what is made many in its place
+        following  the next equation for a single one, which may be the same after all
         """
         theirs = variables(eqn.invars)
         if eqn.primitive.name != "broadcast_in_dim" or not theirs or self._known.sizes[0] > 1:
             return False
+        # What is made many is read in its place: it has as many dimensions, of which one grows.
         mine = [self._small[v] for v in theirs]
-        ins, pair = paired(mine, theirs), (mine[0], eqn.outvars[0])
-        same = eqn.params["broadcast_dimensions"] == tuple(range(len(shape_of(mine[0]))))
-        there = rest and rest[0].primitive is eqn.primitive and rest[0].invars == mine
-        if there or not same or len(axes_of(pair)) != 1:
+        if following and following.primitive is eqn.primitive and following.invars == mine:
             return False
+        every_dimension = tuple(range(len(shape_of(mine[0]))))
+        if eqn.params["broadcast_dimensions"] != every_dimension:
+            return False
+        return len(axes_of((mine[0], eqn.outvars[0]))) == 1
+
+    def _leave_out(self, eqn: JaxprEqn) -> None:
+        """The result of an equation that a single sample has not: there, it is its operand."""
+        ins = [(self._small[v], v) for v in variables(eqn.invars)]
+        pair = ins[0][0], eqn.outvars[0]
         self._tags[pair] = tag_of(self._known, eqn, eqn, ins, list(map(self.of, ins)), pair)
         self._small[pair[1]] = pair[0]
-        return True
 
     def _note(self, pair: Pair, tag: Tag) -> None:
         self._tags[pair] = tag
@@ -226,10 +244,7 @@ class Reductions:
         found = self.run_underived(graphs, given)
         pairs = paired(small.outputs, large.outputs)
         for pair, tag, want in zip(pairs, found, wanted, strict=True):
-            both = join([tag, want]) if want.role is Role.SAMPLES else None
-            equal = want == Tag(Role.REDUCED, 1) and tag == Tag(Role.FIXED, 1)
-            fits = tag == want or equal or (both is not None and both.role is Role.SAMPLES)
-            if not fits and not self._known.is_zero(pair):
+            if not _fits(tag, want) and not self._known.is_zero(pair):
                 return tag
         return None
 
@@ -254,22 +269,33 @@ class Reductions:
         graphs = body_of(a, b, itemgetter("jaxpr"), ins[:first])
         if a.params["length"] == b.params["length"]:
             return self._repeat(a, graphs, tags[first:], count)
-        # As many iterations as samples: one sample at a time (lax.map), if the carry is no more
-        # than a sum.
-        inner = inner_of(tags)
-        apart = len(inner) < 2 and all(only_adds(graph, count) for graph in graphs)
-        for i, (pair, tag) in enumerate(zip(ins, tags, strict=True)):
-            apart &= tag.role in (Role.FIXED, Role.SAMPLES) and not tag.degree
-            apart &= axes_of(pair) == ([] if i < first + count else [0])
-        apart &= all(map(self._known.is_zero, ins[first : first + count]))
-        if not apart:
+        # As many iterations as samples.
+        carry, slices = ins[first : first + count], ins[first + count :]
+        apart = self._one_by_one(ins[:first], carry, slices, tags)
+        if not apart or not all(only_adds(graph, count) for graph in graphs):
             why = "goes from sample to sample: return a value of each, and add these up"
             return [mixed(a, why)] * len(a.outvars)
-        results = self.run_underived(graphs, [FIXED] * len(ins[first:]))
-        sums = [Tag(Role.REDUCED, tag.degree + 1) for tag in results[:count]]
-        found = [*sums, *(samples(tag.degree, inner) for tag in results[count:])]
-        pairs = zip(results, found, strict=True)
-        return [tag if tag.role is Role.MIXED else whole for tag, whole in pairs]
+        results = []
+        # Within one iteration there is one sample alone, and everything is fixed.
+        for i, tag in enumerate(self.run_underived(graphs, [FIXED] * len(ins[first:]))):
+            if tag.role is Role.MIXED:
+                results.append(tag)
+            elif i < count:
+                results.append(Tag(Role.REDUCED, tag.degree + 1))
+            else:
+                results.append(samples(tag.degree, inner_of(tags)))
+        return results
+
+    def _one_by_one(self, fixed: Pairs, carry: Pairs, slices: Pairs, tags: Tags) -> bool:
+        """Whether a loop over the samples, such as lax.map, is given one of them at a time.
+
+        The carry begins as zeros, so that it can be a sum over them.
+        """
+        known = all(tag.role in (Role.FIXED, Role.SAMPLES) and not tag.degree for tag in tags)
+        beside = any(axes_of(pair) for pair in (*fixed, *carry))
+        sliced = all(axes_of(pair) == [0] for pair in slices)
+        zeros = all(map(self._known.is_zero, carry))
+        return known and sliced and zeros and not beside and len(inner_of(tags)) < 2
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         begin, first = a.params["cond_nconsts"], a.params["body_nconsts"]
@@ -319,3 +345,13 @@ class Reductions:
                 return [*carry, *results[count:]]
             carry = carried
         return [mixed(a)] * len(a.outvars)
+
+
+def _fits(tag: Tag, wanted: Tag) -> bool:
+    """Whether a gradient with a tag is as it should be."""
+    if wanted.role is Role.SAMPLES:
+        both = join([tag, wanted])
+        return tag == wanted or (both is not None and both.role is Role.SAMPLES)
+    # Of a sum over the samples each may have an equal part.
+    equal_parts = wanted == Tag(Role.REDUCED, 1) and tag == Tag(Role.FIXED, 1)
+    return tag == wanted or equal_parts

@@ -12,16 +12,18 @@ A rule looks at one result of an equation and says what its tag is, or leaves it
 """
 
 import math
+from typing import NamedTuple
 
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from pipelab.pipeshard.arrays import dtype_of, shape_of
+from pipelab.pipeshard.batch.indexing import indexes_own
 from pipelab.pipeshard.batch.primitives import (
     ADD,
     DRAWS,
     INDEX,
     KEEP,
+    PRODUCTS,
     RANDOM,
     contracts,
     keeps_apart,
@@ -38,10 +40,20 @@ from pipelab.pipeshard.batch.tags import (
     Tags,
     axes_of,
     inner_of,
-    join,
     mixed,
     samples,
 )
+
+
+class Growth(NamedTuple):
+    """How a result grows with the batch.
+
+    degree  with the number of samples; None where that has no answer
+    linear  whether a sum over samples stays one
+    """
+
+    degree: float | None
+    linear: bool
 
 
 class Result:
@@ -63,113 +75,87 @@ class Result:
     def __init__(
         self, known: Known, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, out: Pair
     ) -> None:
-        self.known, self.eqn, self.ins, self.tags, self.out = known, a, ins, tags, out
+        self.known, self.eqn, self.ins, self.out = known, a, ins, out
         self.name = a.primitive.name
+        # [1] Where samples are in what it reads and makes.
         self.read, self.made = [axes_of(pair) for pair in ins], axes_of(out)
         self.axes = [axes[0] if axes else None for axes in self.read]
         self.grows = bool(self.made or any(self.read))
-        # One dimension of the batch in each operand: of two, as in x[:, None] * x[None], none is
-        # followed.
-        plain = all(len(axes) < 2 for axes in self.read)
+        # Of two such dimensions, as in x[:, None] * x[None], none is followed.
+        followed = all(len(axes) < 2 for axes in self.read)
+        # [2] What becomes of them.
+        self.tags = tags
         if self.name != "gather" and not self.name.startswith("scatter"):
             self.apart = keeps_apart(a, self.axes)
-        elif plain:
-            self.apart, positions = self._indexed()
-            self.tags = [tags[0], positions, *tags[2:]]
+        elif followed:
+            self.apart, indices = indexes_own(known, a, ins, self.axes, tags[1])
+            self.tags = [tags[0], indices, *tags[2:]]
         else:
             self.apart = False
         self.roles, self.inner = {tag.role for tag in self.tags}, inner_of(self.tags)
         self.degree, self.linear = self._growth()
+        # [3] Whether that is all there is to know.
         self.changed = not same_parameters(a, b)
-        one = plain and len(self.made) < 2 and len(self.inner) < 2
-        self.unclear = self.changed or not one or self.degree is None
+        one_answer = followed and len(self.made) < 2 and len(self.inner) < 2
+        self.unclear = self.changed or not one_answer or self.degree is None
 
-    def _growth(self) -> tuple[float | None, bool]:
-        """Its degree, if any, and whether a sum over samples stays one.
+    def _growth(self) -> Growth:
+        """Its degree, and whether a sum over the samples stays one.
 
-        For n samples, x of degree 1 (such as their number) and a fixed w: x * w has degree 1, and
-        so has x + x; x / n has 0; x + w has none.
+        total / n          degrees 1 and 1: the mean has 0, and is a sum of shares of samples
+        total * 3          3 is fixed: the product is a sum, of degree 1
+        total * total      degree 2, and not a sum over the samples any more
+        total + total      both grow alike: so does what they make
+        sqrt(total)        nothing is known of it
         """
-        name, tags = self.name, self.tags
-        if name in ("mul", "dot_general", "conv_general_dilated"):
-            # A product of two sums is no sum.
-            return sum(tag.degree for tag in tags), any(tag.role is Role.FIXED for tag in tags)
-        if (name in KEEP or name in ("div", "triangular_solve")) and not rounds(self.eqn):
-            # What is kept is the first operand, and of a matrix and a right side the latter.
-            at = int(name == "triangular_solve")
-            return self._growth_of_one(tags[at], [*tags[:at], *tags[at + 1 :]])
-        if name in ADD:
+        if self.name in PRODUCTS:
+            return self._growth_of_product()
+        if self.name == "triangular_solve":
+            # Of a fixed matrix and a right side the solution grows as the latter does.
+            return self._growth_as_operand(1)
+        if (self.name in KEEP or self.name == "div") and not rounds(self.eqn):
+            return self._growth_as_operand(0)
+        if self.name in ADD:
             return self._growth_of_sum()
-        return None if any(tag.degree for tag in tags) else 0.0, False
+        return Growth(None if any(self._degrees) else 0.0, linear=False)
 
-    def _growth_of_one(self, main: Tag, others: Tags) -> tuple[float | None, bool]:
-        """The same of one operand, which others divide, move, or cut."""
-        linear = all(tag.role is Role.FIXED for tag in others)
+    @property
+    def _degrees(self) -> list[float]:
+        """Those of the operands."""
+        return [tag.degree for tag in self.tags]
+
+    @property
+    def _fixed(self) -> list[bool]:
+        """Whether each operand is fixed, and so no sum over the samples."""
+        return [tag.role is Role.FIXED for tag in self.tags]
+
+    def _growth_of_product(self) -> Growth:
+        """Degrees add up; a product of two sums is no sum."""
+        return Growth(sum(self._degrees), linear=any(self._fixed))
+
+    def _growth_as_operand(self, main: int) -> Growth:
+        """The result is as operand number `main` is, if the others do nothing with the batch."""
+        degree = self._degrees[main]
+        others = [of for i, of in enumerate(self._degrees) if i != main]
+        linear = all(of for i, of in enumerate(self._fixed) if i != main)
         if self.name == "div":
-            return main.degree - others[0].degree, linear
-        return None if any(tag.degree for tag in others) else main.degree, linear
+            return Growth(degree - others[0], linear)
+        return Growth(None if any(others) else degree, linear)
 
-    def _growth_of_sum(self) -> tuple[float | None, bool]:
-        """The same of operands that are added up, or of which one is chosen by another."""
-        choice = INDEX.get(self.name)
-        chooses = FIXED if choice is None else self.tags[choice]
-        # Zeros grow as anything does.
-        degrees = {
-            tag.degree
-            for i, (pair, tag) in enumerate(zip(self.ins, self.tags, strict=True))
-            if i != choice and not self.known.is_zero(pair)
-        }
-        linear = chooses.role is Role.FIXED
-        if not any(tag.degree for tag in self.tags):
-            return 0.0, linear
-        alike = len(degrees) == 1 and not chooses.degree
-        return degrees.pop() if alike else None, linear
-
-    def _indexed(self) -> tuple[bool, Tag]:
-        """Whether a gather or scatter keeps samples apart, and the tag of its indices.
-
-        x[jnp.arange(n), labels] does: row i of the indices is (i, labels[i]). Their first column
-        counts the samples, so that it is no mixture; the others say what they say of sample i.
-        """
-        numbers, positions = self.eqn.params["dimension_numbers"], self.tags[1]
-        batched = numbers.operand_batching_dims
-        if self.name == "gather":
-            theirs, asked = numbers.start_indices_batching_dims, numbers.start_index_map
-            single = numbers.collapsed_slice_dims
-        else:
-            theirs = numbers.scatter_indices_batching_dims
-            asked, single = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
-        # [1] The samples' dimension of the operand, and of the indices, but for their columns. A
-        #     scatter of, or into, what is no samples mixes them.
-        axis, at, *others = self.axes
-        columns = at == len(shape_of(self.eqn.invars[1])) - 1
-        if columns or (others and None in (axis, others[0])):
-            return False, positions
-        # [2] It is not indexed: then both have it, or the operand alone.
-        if axis is None:
-            return True, positions
-        if axis in batched:
-            return at == theirs[batched.index(axis)], positions
-        if axis not in asked:
-            return at is None, positions
-        # [3] It is indexed: the column that does has to count the samples.
-        column, rest = 0, [FIXED]
-        for part, tag in self.known.parts.get(self.ins[1][0], [(self.ins[1], positions)]):
-            width = shape_of(part[0])[-1]
-            if column != asked.index(axis):
-                rest.append(tag)
-            elif width != 1 or at is None or not self._counts(part, at):
-                return False, positions
-            column += width
-        return at is not None and axis in single, join(rest) or positions
-
-    def _counts(self, part: Pair, axis: int) -> bool:
-        """Whether indices, the last dimension of which is 1, are 0, 1, 2, ... along this one."""
-        if part not in self.known:
-            return False
-        # Both sizes have to count: one sample has 0 anyway.
-        moved = [np.moveaxis(np.asarray(x), axis, -1) for x in self.known.values(part)]
-        return all((x == np.arange(x.shape[-1])).all() for x in moved)
+    def _growth_of_sum(self) -> Growth:
+        """Operands that grow alike make what grows as they do; zeros grow as anything does."""
+        chooser = INDEX.get(self.name)  # the operand that only chooses, if there is one
+        linear = chooser is None or self._fixed[chooser]
+        if not any(self._degrees):
+            return Growth(0.0, linear)
+        found = set()
+        for i, (pair, degree) in enumerate(zip(self.ins, self._degrees, strict=True)):
+            if i == chooser:
+                if degree:  # another choice at another size
+                    return Growth(None, linear)
+            elif not self.known.is_zero(pair):
+                found.add(degree)
+        return Growth(found.pop() if len(found) == 1 else None, linear)
 
 
 def _mixed(result: Result) -> Tag | None:
@@ -250,11 +236,16 @@ def _copied(result: Result) -> Tag | None:
         return _reshaped(result, result.tags[0]._replace(degree=degree))
     if any(result.read):
         return None
-    # It comes: every sample gets the same, as x + bias does, or zeros(len(x)).
-    alike = result.name == "broadcast_in_dim"
-    alike |= result.name == "iota" and eqn.params["dimension"] not in result.made
-    alike |= result.name == "tile" and shape_of(eqn.invars[0])[result.made[0]] == 1
-    return Tag(Role.FIXED, degree) if alike else mixed(eqn)
+    return Tag(Role.FIXED, degree) if _comes_alike(result) else mixed(eqn)
+
+
+def _comes_alike(result: Result) -> bool:
+    """Whether every sample gets the same of what has no samples: x + bias, zeros(len(x))."""
+    if result.name == "iota":  # which counts along one dimension
+        return result.eqn.params["dimension"] not in result.made
+    if result.name == "tile":
+        return shape_of(result.eqn.invars[0])[result.made[0]] == 1
+    return result.name == "broadcast_in_dim"
 
 
 def _reshaped(result: Result, tag: Tag) -> Tag:
