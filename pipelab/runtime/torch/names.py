@@ -33,7 +33,9 @@ def parts(gpu: str = "cuda:0", count: int = 4) -> list[str]:
     with these. Raises ValueError for a GPU that this machine does not have, or that cannot be
     divided so.
     """
-    return [str(find_part(f"{gpu}/{count}", number)) for number in range(count)]
+    if not (found := find_part(f"{gpu}/{count}")):
+        raise ValueError(f"parts({gpu!r}, {count!r}): give a GPU such as 'cuda:0', and how many")
+    return [str(found._replace(number=number)) for number in range(count)]
 
 
 def find_part(name: str, row: int = 0) -> Part | None:
