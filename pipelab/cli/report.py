@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from json import dumps
+from math import isfinite
 from typing import Any
 
 from pipelab.predict.timeline import Timeline
@@ -37,14 +38,27 @@ def describe(timeline: Timeline) -> dict[str, Any]:
 
 
 def verdict_of(check: Any) -> dict[str, Any]:
-    names = ("passed", "max_abs", "max_rel", "tolerance", "rule", "ratio", "unjudged")
+    names = ("passed", "max_abs", "max_rel", "tolerance", "rule", "ratio", "worst", "unjudged")
     return {name: getattr(check, name) for name in names}
+
+
+def as_json(value: Any) -> str:
+    """As JSON, which has no infinite numbers and no nan: null."""
+    return dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def show(json: bool, timeline: Timeline, proof: Any = None) -> None:
     """Print a timeline; the proof of one that was searched for."""
     if json:
-        print(dumps(describe(timeline) | ({"proof": proof.to_json()} if proof else {})))
+        print(as_json(describe(timeline) | ({"proof": proof.to_json()} if proof else {})))
         return
     rows = {"device": range(timeline.schedule.devices), "busy": timeline.busy}
     if not timeline.schedule.has_transfers:  # else a device waits inside of its SEND and RECV

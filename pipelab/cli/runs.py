@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from json import dumps
 from typing import Annotated, Any, Literal, TextIO
 
 from tyro.conf import Positional, arg
@@ -30,7 +29,7 @@ from pipelab.cli.options import (
     TableOptions,
     Timeout,
 )
-from pipelab.cli.report import SIZES, FailedVerdict, describe, verdict_of
+from pipelab.cli.report import SIZES, FailedVerdict, as_json, describe, verdict_of
 from pipelab.measure.trace import from_trace
 
 
@@ -118,7 +117,7 @@ def _tell_balance(stages: Sequence[Any], json: bool) -> None:
 def _tell(result: Any, costs: Costs, json: bool) -> None:
     explanation = explain(costs, result.timeline)
     if json:
-        print(dumps(_report(result, costs) | {"explained": explanation.causes}))
+        print(as_json(_report(result, costs) | {"explained": explanation.causes}))
     else:
         print(result.timeline.summary())
         print(explanation)
@@ -221,7 +220,7 @@ def train_command(
         tokens = training.batch * length
         report, verdict = _follow(parts, tokens, first, sys.stderr if json else None)
     if first:
-        print(dumps(report) if json else f"The first {every} steps of this call: {verdict}")
+        print(as_json(report) if json else f"The first {every} steps of this call: {verdict}")
         if not verdict.passed:
             raise FailedVerdict(str(verdict))
 
@@ -282,4 +281,4 @@ def explain_command(
     timeline = from_trace(traces, ran)
     found = diagnose(timeline)
     write_figure(plot, lambda: pipelab.plot.timeline(timeline))
-    print(dumps(found.to_json()) if json else found)
+    print(as_json(found.to_json()) if json else found)

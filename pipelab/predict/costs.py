@@ -42,6 +42,7 @@ Values = float | Sequence[float]
 PASSES = ("forward", "input_grad", "weight_grad")  # seconds of a micro-batch in a stage
 # What a device's stages divide among them.
 OF_DEVICE = (*PASSES, "update", "weights", "optimizer", "activations", "weight_activations")
+ONE_PER = {"transfer": "link", "speed": "device"}  # of the others that may be lists, one per stage
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Costs:
         if not isinstance(value, tuple):
             return [value] * count
         if len(value) != count:
-            each = {"transfer": "link", "speed": "device"}.get(name, "stage")
+            each = ONE_PER.get(name, "stage")
             raise CostError(
                 f"{name} has {len(value)} values for {count} {each}s: give one number, or {count}"
             )
@@ -183,7 +184,8 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
     try:
         numbers = tuple(float(0.0 + x) for x in (value if several else [value]))
     except (TypeError, OverflowError):
-        raise CostError(f"{name}={value!r}: give one number, or one per stage") from None
+        each = ONE_PER.get(name, "stage")
+        raise CostError(f"{name}={value!r}: give one number, or one per {each}") from None
     positive = name in ("bandwidth", "speed")
     for x in numbers:
         small = x <= 0 if positive else x < 0

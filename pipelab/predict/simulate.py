@@ -92,7 +92,7 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def waits(schedule: Schedule, costs: Costs) -> list[float]:
-    """Seconds that every action loses before it starts."""
+    """Seconds that every action loses before it starts, when its input is there."""
     return [costs.overhead if a.kind <= Kind.U else 0.0 for a in schedule.actions]
 
 

@@ -4,12 +4,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipelab.predict.costs import Costs
-from pipelab.predict.simulate import delays, durations
+from pipelab.predict.simulate import delays, durations, waits
 from pipelab.runtime.batches import Data, samples_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch
@@ -223,8 +224,10 @@ def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]
     if options.pace is None:
         return []
     costs = options.costs or Costs(recompute=options.recompute)
+    # What an action loses before it starts is a part of the time that it takes.
+    taken = map(add, waits(table, costs), durations(table, costs))
     of_all = [
-        (duration * options.pace, delay * options.pace)
-        for duration, delay in zip(durations(table, costs), delays(table, costs), strict=True)
+        (seconds * options.pace, delay * options.pace)
+        for seconds, delay in zip(taken, delays(table, costs), strict=True)
     ]
     return [of_all[a:b] for a, b in pairwise(table.bounds)]

@@ -10,6 +10,7 @@ import pytest
 
 from pipelab import Schedule, make
 from pipelab.cli import main
+from pipelab.cli.report import as_json
 
 KEYS = [
     "schedule",
@@ -546,6 +547,12 @@ def test_a_failed_check_is_status_1(capsys, monkeypatch):
     assert status == 1
     assert "CHECK FAILED" in out
     assert "CHECK FAILED" in err
+
+
+def test_json_has_no_infinite_numbers():
+    # Was: `Infinity` where a check fails at a nan, which no reader of JSON takes.
+    found = as_json({"ratio": float("inf"), "losses": [1.5, float("nan")], "passed": False})
+    assert found == '{"ratio": null, "losses": [1.5, null], "passed": false}'
 
 
 def test_the_module_and_the_script_are_the_same_command():

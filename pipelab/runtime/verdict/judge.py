@@ -73,6 +73,8 @@ def judge(
         whole = may_be_whole and not cut and own.takes([_undivided(batches, reading, 0)])
         # [3] update by update
         updates = table.updates if table.training else table.batches
+        if table.training and not _as_many(trial, replica_steps, updates):
+            return trial.found.verdict(rule, truth.arithmetic.computes_in)
         with _bar(2 * sum(map(len, reading[:updates]))) as count:
             own.tick = count
             steps = replica_steps[0]
@@ -84,6 +86,20 @@ def judge(
     if may_be_whole and (own.traces or not whole):
         rule = rule.replace(":", ", the batch in micro-batches only:", 1)
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
+
+
+def _as_many(trial: Trial, replica_steps: Sequence[Sequence[Sequence[Step]]], updates: int) -> bool:
+    """Whether every stage has made so many updates; if not, nothing else can be compared."""
+    counts = {
+        (r, s): len(of_stage)
+        for r, of_replica in enumerate(replica_steps)
+        for s, of_stage in enumerate(of_replica)
+    }
+    for (r, s), count in counts.items():
+        if count != updates:
+            of = f" of replica {r}" if len(replica_steps) > 1 else ""
+            trial.found.add(f"the number of updates ({count}) of stage {s}{of}", count, updates)
+    return set(counts.values()) == {updates}
 
 
 def _follow(

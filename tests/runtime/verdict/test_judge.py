@@ -46,6 +46,21 @@ def test_a_frozen_weight_that_changes_fails_the_check(monkeypatch):
     assert not run(*arguments).check.passed
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_update_that_is_left_out_fails_the_check(replicas, monkeypatch):
+    # Was: the reference failed (IndexError), and the run was called complete.
+    def without_the_last(stage, number, call):
+        if (stage.first, number) != (False, 2):
+            call()
+
+    arguments = make("gpipe", 2, 2, batches=3), stages(2), batches(3), F.mse_loss, SGD
+    around_update(monkeypatch, without_the_last)
+    found = run(*arguments, replicas=replicas).check
+    assert not found.passed
+    assert found.worst.startswith("the number of updates (2) of stage 1"), found
+    assert ("of replica" in found.worst) == (replicas == 2)
+
+
 def test_batch_losses_of_an_evaluation_are_judged(monkeypatch):
     # Was: only those of micro-batches; here all of them count the same, whatever their size.
     arguments = make("gpipe", 2, 4), stages(2), batches(1, samples=10), F.mse_loss
