@@ -39,7 +39,7 @@ mutants: .venv/.ready  ## one wrong token at a time in table/, predict/, bounds 
 	$(BIN)/python tests/house/mutants.py
 
 notebooks: .venv/.ready  ## run the lectures and store their outputs
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	TQDM_DISABLE=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/simulate.py
