@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from functools import partial
 
 import pytest
 from tqdm import std
@@ -30,8 +31,8 @@ def test_a_short_check_has_none(looking, capsys):
 
 def test_a_long_one_shows_what_is_left(looking, capsys, monkeypatch):
     monkeypatch.setattr(judge, "DELAY", 0.05)
-    # In a kernel it would be a widget; other tests may have loaded one's modules.
-    monkeypatch.setattr("tqdm.auto.tqdm", std.tqdm)
+    # A terminal's, whatever tests before have loaded; TQDM_DISABLE counts when it is loaded.
+    monkeypatch.setattr("tqdm.auto.tqdm", partial(std.tqdm, disable=False))
     count(8, 0.15)
     shown = capsys.readouterr().err
     assert re.search(r"check:.*/8 \[\d\d:\d\d<\d\d:\d\d", shown), shown  # done<left
