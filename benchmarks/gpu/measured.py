@@ -329,9 +329,10 @@ def predictions(place: Place) -> list[str]:
         rows.append(row_of(name, *cells))
     return [
         paragraph(
-            f"Four {words}; {model}. Right before each run, costs are fitted on GPipe, for ZB-H1 on "
-            f"ZB-H2, with {place.sizes.microbatches} micro-batches; the first batch is left out of "
-            "both. Errors of the predicted makespan, beside those of the same run repeated (A/A): median "
+            f"Four {words}; {model}. Right before each run, costs are fitted on GPipe, for ZB-H1 "
+            f"on ZB-H2, with {place.sizes.microbatches} micro-batches; the first batch is left out "
+            "of both. Errors of the predicted makespan, beside those of the same run repeated "
+            "(A/A): median "
             f"(least to most) of {place.sizes.pairs} pairs. Target: within 5 %, or within the "
             "largest A/A."
         ),
