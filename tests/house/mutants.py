@@ -263,8 +263,8 @@ def main() -> int:
         start, plugin = time.perf_counter(), Run(room, options)
         folder, _, module = room.rpartition("/")
         tests = f"tests/{folder}/test_{module}.py" if folder else f"tests/{room}"
-        options = ["-p", "no:terminal", "-p", "no:xdist", "--hypothesis-profile", "pipelab"]
-        pytest.main([*options, tests], plugins=[plugin])
+        how = ["-p", "no:terminal", "-p", "no:xdist", "--hypothesis-profile", "pipelab"]
+        pytest.main([*how, tests], plugins=[plugin])
         killed = 1 - len(plugin.survivors) / max(plugin.done, 1)
         good = good and plugin.done and killed >= LEAST
         took = time.perf_counter() - start
