@@ -84,11 +84,11 @@ def checked(place: Place) -> list[str]:
 
 
 def launched(place: Place) -> list[str]:
-    """The same in processes: by pipes, and as ranks of torchrun."""
+    """The same in processes: started by pipelab, and as ranks of torchrun."""
     gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if place.on_gpu else ["cpu"]
     check = processes([gpus[0], gpus[-1]]).check
     verdict = "passed" if check.passed else f"FAILED: {check}"
-    rows: list[tuple[Any, ...]] = [("pipes", 2, "1F1B", verdict)]
+    rows: list[tuple[Any, ...]] = [("pipelab", 2, "1F1B", verdict)]
     counts = sorted({case.workers for case in CASES.values()})
     starts = [("NCCL" if place.on_gpu else "gloo", count) for count in counts]
     if place.on_gpu and len(gpus) == 1:

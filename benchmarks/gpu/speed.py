@@ -181,15 +181,29 @@ def loop(
 ) -> list[float]:
     """The same of a plain loop over the micro-batches."""
     model = made(nn.Sequential(*copy.deepcopy(layers)))
-    optimizer, ends = ADAMW(model.parameters()), []
-    for x, y in data:
+
+    def gradients(x: torch.Tensor, y: torch.Tensor) -> None:
         for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
             with torch.autocast(place.device.type, torch.bfloat16):
                 value = next_token_loss(model(a), b) / MICROBATCHES
             value.backward()
+
+    return trained(data, gradients, ADAMW(model.parameters()), place.wait)
+
+
+def trained(
+    data: list[Any],
+    gradients: Callable[[Any, Any], object],
+    optimizer: torch.optim.Optimizer,
+    wait: Callable[[], object],
+) -> list[float]:
+    """Seconds of every batch but the first; `wait` until all that was asked for is computed."""
+    ends = []
+    for x, y in data:
+        gradients(x, y)
         optimizer.step()
         optimizer.zero_grad()
-        place.wait()
+        wait()
         ends.append(time.perf_counter())
     return [b - a for a, b in pairwise(ends)]
 
@@ -251,20 +265,21 @@ def on_this_rank(wire: str, device: str, shape: Sequence[int]) -> None:
     stages = split(layers, uniform(len(layers), count))
 
     def theirs() -> list[float]:
-        module, ends = copy.deepcopy(stages[rank]), []
-        optimizer = ADAMW(module.parameters())
+        module = copy.deepcopy(stages[rank])
         stage = PipelineStage(module, rank, count, place.device)
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=next_token_loss)
-        for x, y in data:
+
+        def gradients(x: torch.Tensor, y: torch.Tensor) -> None:
             with torch.autocast(place.device.type, torch.bfloat16):
                 first = (x,) if rank == 0 else ()
-                schedule.step(*first, **({"target": y} if rank == count - 1 else {}))
-            optimizer.step()
-            optimizer.zero_grad()
+                last: dict[str, Any] = {"target": y} if rank == count - 1 else {}
+                schedule.step(*first, **last)
+
+        def wait() -> None:
             place.wait()
             dist.barrier()
-            ends.append(time.perf_counter())
-        return [b - a for a, b in pairwise(ends)]
+
+        return trained(data, gradients, ADAMW(module.parameters()), wait)
 
     made = make("pipedream_flush", count, MICROBATCHES, batches=len(data))
     how = dict(devices=device, autocast=torch.bfloat16, check=False)
