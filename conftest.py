@@ -20,7 +20,7 @@ if threading.current_thread() is threading.main_thread():
 def pytest_configure(config):
     if getattr(config.option, "nbval", False):
         config.option.nbval_current_env = True
-        config.option.nbval_cell_timeout = 120
+        config.option.nbval_cell_timeout = 300
         config.option.nbval_sanitize_with = str(
             Path(__file__).parent / "tests" / "nbval_sanitize.cfg"
         )
