@@ -77,7 +77,8 @@ class JaxArithmetic(reference.Arithmetic):
         def value(weights: list, x: Any, y: Any, keys: Any, unit: float) -> tuple[Any, Any]:
             samples = samples_of((x, y), TREES)
             for s, apply in enumerate(self.applies):
-                x = apply(weights[s], x, *([] if keys is None else [keys[s]]))
+                forward = jax.checkpoint(apply) if self.sparing else apply
+                x = forward(weights[s], x, *([] if keys is None else [keys[s]]))
             result = options.loss(x, y)
             mean, count = result if isinstance(result, tuple) else (result, samples)
             # The loss times what it counts: its gradient can be added up over pieces. In the loss's

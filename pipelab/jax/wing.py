@@ -109,11 +109,23 @@ class JaxWing(Wing):
         parts = {s: part for s, (part, d) in enumerate(pairs) if d == fields["row"]}
         return JaxJob(parts=parts, shapes=self.shapes, draws=self.seeded, **fields)
 
+    @property
+    def _judges_on(self) -> jax.Device:
+        return next(d for d in self.devices if d.process_index == jax.process_index())
+
     def arithmetic(self, wide: bool, first: int, start: Sequence[Any]) -> JaxArithmetic:
-        here = (d for d in self.devices if d.process_index == jax.process_index())
         return JaxArithmetic(
-            self.parts, self.options, next(here), wide=wide, first=first, begun=start
+            self.parts, self.options, self._judges_on, wide=wide, first=first, begun=start
         )
+
+    def size(self) -> tuple[int, int]:
+        weights = jax.tree.leaves([parameters for _, parameters in self.parts])
+        return sum(w.nbytes for w in weights), sum(w.size for w in weights)
+
+    def free(self) -> float:
+        # Accelerators say how much of them this process may take.
+        told = self._judges_on.memory_stats()
+        return told["bytes_limit"] - told["bytes_in_use"] if told else super().free()
 
 
 def _shapes(

@@ -8,7 +8,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -90,9 +90,26 @@ class Wing(ABC):
                latest version there
         """
 
-    def room_of_check(self, updates: int) -> tuple[float, float]:
-        """Bytes that a check of so many updates takes beside what forwards keep; those free."""
-        return 0.0, inf
+    def size(self) -> tuple[int, int]:
+        """Bytes of all weights, tied ones once, and how many numbers they are."""
+        return 0, 0
+
+    def free(self) -> float:
+        """Bytes that can still be taken where the check computes; inf if that is not known."""
+        with suppress(OSError, ValueError):  # of the host: Linux tells
+            lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+            return 1024 * float(lines["MemAvailable"].removesuffix("kB"))
+        return inf
+
+    def needed(self, updates: int) -> int:
+        """Bytes that a check of so many updates takes beside what forwards keep.
+
+        As many as a weight has for each update's gradient and new weight, and for the reference's
+        weights, gradient and two moments; of the one in float64 8 for weights and gradient each. In
+        float32 that is 48 a weight for two updates, as benchmarks/checked.md measured.
+        """
+        size, count = self.size()
+        return (4 + 2 * updates * self.options.replicas) * size + 16 * count
 
     def check_optimizer(self) -> None:  # noqa: B027
         """Refuse an optimizer that cannot step each stage alone, if the library can tell."""
@@ -204,7 +221,7 @@ class Session(AbstractContextManager):
             # [1] what it starts from, for the reference
             wing, table = self.wing, segment.table
             if check and table.training and self.launcher.first:
-                needed, free = wing.room_of_check(table.updates)
+                needed, free = wing.needed(table.updates), wing.free()
                 if needed > free:
                     warnings.warn(
                         f"the check takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
@@ -259,6 +276,9 @@ class Session(AbstractContextManager):
     ) -> Check:
         began, wing, options = time.perf_counter(), self.wing, self.options
         states = [start[s] for s in sorted(start)]
+        # What updates left is there by now.
+        room = wing.free() - wing.needed(0)
+        whole, largest = self._kept_of_batch(segment.table, outcomes)
         try:
             found = judge(
                 segment,
@@ -271,8 +291,9 @@ class Session(AbstractContextManager):
                     options,
                     # Without a flush stages update at different times: there is no norm over all.
                     shared_clip=not segment.table.asynchronous,
+                    sparing=whole > room,
                 ),
-                divided=wing.depends_on_cut(),
+                divided=wing.depends_on_cut() or largest > room,
                 by_microbatches=options.reference == "microbatches",
                 seed=options.seed,
                 draws=wing.draws,
@@ -283,6 +304,23 @@ class Session(AbstractContextManager):
         except Exception:  # the run is complete, and must not be lost
             found = Check.not_made(format_exc())
         return replace(found, seconds=time.perf_counter() - began)
+
+    def _kept_of_batch(self, table: Schedule, outcomes: Sequence[Outcome]) -> tuple[float, float]:
+        """Bytes that forwards of an undivided batch keep in float64: of all stages, of the largest.
+
+        By what an action of the run has taken at most.
+        """
+        size, count = self.wing.size()
+        wider = 4.0 if self.options.autocast else 8 * count / max(size, 1)
+        pieces = table.microbatches * self.options.replicas
+        of_stage = {}
+        for outcome in outcomes:
+            record = outcome.record
+            grown = (
+                most - held for most, held in zip(record.most, [0, *record.held], strict=False)
+            )
+            of_stage[outcome.row] = wider * pieces * max(grown, default=0)
+        return sum(of_stage[d] for d in table.placement), max(of_stage.values(), default=0.0)
 
     # ---- orders
 

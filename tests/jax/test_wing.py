@@ -133,6 +133,29 @@ def test_clipping(rule, compared):
     assert train(schedule).losses != result.losses
 
 
+@pytest.mark.parametrize("share", [1.5, 0.5])
+def test_a_batch_without_room_is_computed_stage_after_stage_or_in_micro_batches(share, monkeypatch):
+    from pipelab.jax.wing import JaxWing
+    from pipelab.runtime.session import Session
+
+    sizes, again = [], []
+    original, checkpoint = Session._kept_of_batch, jax.checkpoint
+
+    def kept(self, *given):
+        sizes.append(original(self, *given))
+        return sizes[-1]
+
+    monkeypatch.setattr(Session, "_kept_of_batch", kept)
+    monkeypatch.setattr(jax, "checkpoint", lambda f: again.append(f) or checkpoint(f))
+    assert train(size_of(("gpipe", None), 3, 4)).check.passed and not again
+    [(whole, largest)] = sizes
+    assert whole > 1.5 * largest > 0
+    monkeypatch.setattr(JaxWing, "free", lambda self: self.needed(0) + share * largest)
+    found = train(size_of(("gpipe", None), 3, 4)).check
+    assert found.passed and bool(again) is (share > 1)
+    assert ("in micro-batches only" in str(found)) is (share < 1)
+
+
 def test_split_backwards():
     assert train(split_gpipe(3, 4), optimizer=optax.adam(1e-2)).check.passed
 

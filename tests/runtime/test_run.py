@@ -956,7 +956,7 @@ def test_arguments_that_do_not_fit(change, message):
 def test_a_check_without_room_is_told_of_before_it_starts(gib, said, monkeypatch):
     from pipelab.runtime.torch import wing
 
-    monkeypatch.setattr(wing, "free_memory", lambda device: gib * 2**30)
+    monkeypatch.setattr(wing.TorchWing, "free", lambda self: gib * 2**30)
     given = make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -967,13 +967,49 @@ def test_a_check_without_room_is_told_of_before_it_starts(gib, said, monkeypatch
     weights = sum(p.numel() for stage in stages(2) for p in stage.parameters())
     single = stages(2, dtype=torch.float32)
     ours = wing.TorchWing(given[0], single, Options(loss=F.mse_loss, optimizer=SGD))
-    assert ours.room_of_check(2) == (48 * weights, gib * 2**30)
+    assert ours.needed(2) == 48 * weights
+
+
+def test_a_batch_without_room_is_computed_stage_after_stage_or_in_micro_batches(monkeypatch):
+    from pipelab.runtime.torch import arithmetic, wing
+
+    again, free = [], [float("inf")]
+    original = arithmetic.checkpoint
+
+    def checkpoint(*given, **options):
+        again.append(len(given[1]))
+        return original(*given, **options)
+
+    monkeypatch.setattr(arithmetic, "checkpoint", checkpoint)
+    monkeypatch.setattr(wing.TorchWing, "free", lambda self: free[0])
+    wide = stages(3, width=16, dtype=torch.float32)
+    data = batches(2, samples=64, width=16, dtype=torch.float32)
+
+    def checked(loss=F.mse_loss):
+        again.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run(make("gpipe", 3, 4, batches=2), wide, data, loss, SGD).check
+
+    found = checked()
+    assert found.passed and not again
+    weights = sum(p.nbytes for stage in wide for p in stage.parameters())
+    # In float64 the last stage keeps its input, what tanh gives, its output and the targets.
+    largest = 4 * 64 * 16 * 8
+    for room, passes in ((1.5 * largest, True), (largest / 2, False)):
+        free[0] = 8 * weights + room
+        found = checked()
+        assert found.passed and (64 in again) is passes  # samples
+        assert ("in micro-batches only" in str(found)) is not passes
+        coupled = checked(lambda x, y: F.mse_loss(x, y) + x.mean(0).square().sum())
+        assert coupled.passed is not passes
 
 
 def test_what_this_machine_has_free_is_known():
-    from pipelab.runtime.torch.device import free_memory
+    from pipelab.runtime.torch import wing
 
-    assert 2**20 < free_memory(torch.device("cpu")) < 2**50
+    given = make("gpipe", 2, 2), stages(2), Options(loss=F.mse_loss, optimizer=SGD)
+    assert 2**20 < wing.TorchWing(*given).free() < 2**50
 
 
 def test_weights_are_compared_too():

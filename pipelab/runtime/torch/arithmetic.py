@@ -7,6 +7,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from pipelab.runtime.batches import samples_of
 from pipelab.runtime.options import Options
@@ -229,7 +231,8 @@ class TorchArithmetic(reference.Arithmetic):
                 _bind(stage, weights[s])
                 if piece.seeds is not None:
                     draw_from(piece.seeds[s], self.device)
-                x = stage(TREES.map(_own, x) if s else x)
+                forward = partial(_again, stage, self.wide) if self.sparing else stage
+                x = forward(TREES.map(_own, x) if s else x)
                 if s == len(stages) - 1:
                     x = self.options.loss(x, y)
                 if piece.seeds is not None:
@@ -346,6 +349,12 @@ class _DrawsIn(TorchDispatchMode):
         # As torch names what writes into its first operand, such as bernoulli_.
         in_place = func._schema.name.endswith("_")
         return args[0].copy_(drawn) if in_place else drawn
+
+
+def _again(stage: nn.Module, wide: bool, x: Any) -> Any:
+    """A forward that keeps its input alone, and is computed again when its backward needs more."""
+    contexts = nullcontext(), _PlainAttention() if wide else nullcontext()
+    return checkpoint(stage, x, use_reentrant=False, context_fn=lambda: contexts)
 
 
 def _bind(stage: nn.Module, weights: Mapping[str, Any]) -> None:

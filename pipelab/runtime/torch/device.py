@@ -3,10 +3,8 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from math import inf
-from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -173,17 +171,6 @@ def torch_device(name: str, worker: int) -> CpuDevice:
     if device.type == "cpu":
         return CpuDevice(device)
     return CudaDevice(device, stream_of(name, worker))
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that this process can still take; inf where the system does not say."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    with suppress(OSError, ValueError):
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024 * float(lines["MemAvailable"].removesuffix("kB"))
-    return inf
 
 
 # ---- random numbers

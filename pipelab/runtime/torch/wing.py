@@ -24,7 +24,7 @@ from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
-from pipelab.runtime.torch.device import CpuDevice, free_memory, torch_device
+from pipelab.runtime.torch.device import CpuDevice, torch_device
 from pipelab.runtime.torch.names import device_names, find_device, find_part
 from pipelab.runtime.torch.settings import check_modes
 from pipelab.runtime.torch.stage import TorchStage, warm_up
@@ -195,14 +195,16 @@ class TorchWing(Wing):
         home = self._judges_on
         return TorchArithmetic(self.stages, self.options, home, wide=wide, first=first, start=start)
 
-    def room_of_check(self, updates: int) -> tuple[float, float]:
-        # As many bytes as a weight has for each update's gradient and new weight, and for the
-        # reference's weights, gradient and two moments; of the one in float64 8 for weights and
-        # gradient each. In float32 that is 48 for two updates, as benchmarks/checked.md measured.
-        weights = {id(p): p for stage in self.stages for p in stage.parameters()}.values()
-        own, count = sum(p.nbytes for p in weights), sum(p.numel() for p in weights)
-        needed = (4 + 2 * updates * self.options.replicas) * own + 16 * count
-        return needed, free_memory(self._judges_on)
+    def size(self) -> tuple[int, int]:
+        weights = [*nn.ModuleList(self.stages).parameters()]
+        return sum(p.nbytes for p in weights), sum(p.numel() for p in weights)
+
+    def free(self) -> float:
+        device = self._judges_on
+        if device.type != "cuda":
+            return super().free()
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     @contextmanager
     def saving(self, folder: Path | None, done: int) -> Iterator[Path | None]:

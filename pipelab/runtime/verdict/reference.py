@@ -69,6 +69,8 @@ class Arithmetic(Protocol):
     repeated     tied weights where they are named again, as in `eps`
     trees        how its library takes data apart
     at_once      elements of a tensor that are compared at once
+    sparing      whether a stage's forward is computed again for its backward, so that what it keeps
+                 is there for one stage at a time
     """
 
     eps: dict[str, float]
@@ -84,6 +86,7 @@ class Arithmetic(Protocol):
     repeated: Sequence[str] = ()
     trees: Trees
     at_once: int = AT_ONCE
+    sparing: bool = False
 
     def compute(
         self, weights: Sequence[Weights], piece: Piece, unit: float, sums: Sums | None = None
@@ -149,10 +152,14 @@ class Reference:
     shared_clip  whether `clip` is the norm over all stages, and not that of each
     tick         is called after every piece that is not a second opinion
     traces       whether forwards may change weights, or what modules remember
+    sparing      whether an undivided batch is computed stage after stage, for want of memory
     """
 
-    def __init__(self, arithmetic: Arithmetic, options: Options, *, shared_clip: bool) -> None:
+    def __init__(
+        self, arithmetic: Arithmetic, options: Options, *, shared_clip: bool, sparing: bool = False
+    ) -> None:
         self.arithmetic, self.options, self.shared_clip = arithmetic, options, shared_clip
+        self.sparing = sparing
         self.history = arithmetic.history
         self.tick: Callable[[], object] = lambda: None
         self.traces = True
@@ -323,6 +330,7 @@ class Reference:
             self._before = now
         else:
             self._before.restore()
+        self.arithmetic.sparing = self.sparing and len(pieces) == 1 and not self.traces
         try:
             # One after another: jittered weights are copies, and one piece's are there at a time.
             yield ((self._weights(piece, jitter, k), piece) for k, piece in enumerate(pieces))
