@@ -356,6 +356,13 @@ def test_every_reason_is_its_formula_for_equal_stages(memory, home):
                 assert [*found.by.values()] == pytest.approx(asked)
 
 
+def test_what_is_larger_than_any_table_is_refused(monkeypatch):
+    monkeypatch.setattr("pipelab.optimize.bounds.LARGEST", 40)
+    assert bound(Costs(), 2, 10).makespan
+    with pytest.raises(ScheduleError, match="devices=2 microbatches=11: more than 40 actions"):
+        bound(Costs(), 2, 11)
+
+
 def test_rounding_makes_no_memory_too_small():
     for limit, less in ((1, 1e-9), (2, 1e-10)):
         asked = pytest.approx(bound(Costs(), 2, 4, limit).makespan)
@@ -396,6 +403,7 @@ def test_a_gap_below_rounding_is_no_gap():
         (Costs(), 4, 8, 4, 27),
         (Costs(), 8, 16, 8, 55),
         (Costs(18, 18, 9, transfer=1), 4, 8, 4, 453),
+        (Costs(1, 2, 2, update=1), 2, 3, 2, 18),
     ],
 )
 def test_what_an_exact_search_proves(costs, p, m, memory, seconds):

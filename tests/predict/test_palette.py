@@ -4,10 +4,13 @@ import pytest
 
 from pipelab.predict.palette import (
     BLUE,
+    KINDS,
+    NAMES,
     chunks_of,
     colour_of,
     from_hex,
     kinds_of,
+    legend,
     readable_on,
     to_hex,
     with_white,
@@ -59,3 +62,9 @@ def test_kinds_and_chunks_of_several_timelines():
     assert kinds_of([flush]) == [Kind.F, Kind.B, Kind.U]
     assert {*kinds_of([flush, split])} == {Kind.F, Kind.B, Kind.I, Kind.W, Kind.U}
     assert (chunks_of([flush]), chunks_of([flush, split])) == (1, 2)
+
+
+def test_a_legend_names_what_is_drawn():
+    drawn = kinds_of([simulate(make("gpipe", 2, 2)), simulate(make("zb_h1", 2, 2))])
+    assert {Kind.F, Kind.B, Kind.I, Kind.W} <= set(drawn)
+    assert legend(drawn) == [[NAMES[kind], KINDS[kind]] for kind in drawn]
