@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelab.models.hub import loading
+from pipelab.models.losses import PADDING, masked_loss, next_token_loss
 
-PADDING = -100  # a target that no loss counts; transformers' number
+__all__ = ["PADDING", "gpt2", "masked_loss", "next_token_loss"]
 
 
 class Embedding(nn.Module):
@@ -80,20 +80,3 @@ def gpt2(
         )
         model = GPT2LMHeadModel(config)
     return [Embedding(model), *model.transformer.h, Head(model, tied)]
-
-
-def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross entropy over all positions; `tokens` (samples, length): inputs shifted by one."""
-    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def masked_loss(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The same over the positions that are not PADDING, and how many they are.
-
-    So a micro-batch counts by its tokens, and the mean is the whole batch's.
-    """
-    total = F.cross_entropy(
-        logits.flatten(0, 1), tokens.flatten(), ignore_index=PADDING, reduction="sum"
-    )
-    count = (tokens != PADDING).sum()
-    return total / count.clamp(min=1), count

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -215,7 +214,7 @@ class TorchArithmetic(reference.Arithmetic):
         with ExitStack() as stack:
             stack.enter_context(DRAWING)
             if self.wide:
-                stack.enter_context(_PlainAttention())
+                stack.enter_context(plain_attention())
             stack.enter_context(
                 torch.autocast(
                     self.device.type, autocast, autocast is not None, cache_enabled=False
@@ -281,6 +280,8 @@ class _State(reference.ReferenceMemory):
         )
 
 
+# As its formula says: fused kernels keep float32 between their two passes.
+plain_attention = partial(sdpa_kernel, SDPBackend.MATH)
 SMALL = 2**12  # elements that are compared sooner on the host than on a GPU
 CONTAINERS = dict, list, set
 PLAIN = int, float, str, *CONTAINERS
@@ -313,18 +314,6 @@ class _Narrowing(TorchDispatchMode):
         return result
 
 
-class _PlainAttention(TorchFunctionMode):
-    """Attention as its formula says: the fused kernels keep float32 between their two passes."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs or {})
-        result, _ = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs or {})
-        return result
-
-
 class _DrawsIn(TorchDispatchMode):
     """Random numbers come out as the run's precision draws them, then they are widened."""
 
@@ -353,7 +342,7 @@ class _DrawsIn(TorchDispatchMode):
 
 def _again(stage: nn.Module, wide: bool, x: Any) -> Any:
     """A forward that keeps its input alone, and is computed again when its backward needs more."""
-    contexts = nullcontext(), _PlainAttention() if wide else nullcontext()
+    contexts = nullcontext(), plain_attention() if wide else nullcontext()
     return checkpoint(stage, x, use_reentrant=False, context_fn=lambda: contexts)
 
 

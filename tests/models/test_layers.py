@@ -1,0 +1,201 @@
+"""Models of transformers in layers: equal to the model, trained as it is by a plain loop."""
+
+import copy
+import pickle
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import pipelab
+from pipelab.models import layers_of, load, split
+from pipelab.models.losses import causal_loss, masked_loss
+from tests.conftest import thorough
+
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    intermediate_size=48,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+GROUPED = SIZES | dict(num_key_value_heads=2)
+T5 = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4)
+NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+KINDS = {
+    "GPT2LMHeadModel": dict(
+        vocab_size=64, n_positions=64, n_embd=32, n_layer=4, n_head=4, bos_token_id=1,
+        eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    ),
+    "LlamaForCausalLM": GROUPED | dict(tie_word_embeddings=True),
+    "Qwen2ForCausalLM": GROUPED
+    | dict(use_sliding_window=True, sliding_window=4, max_window_layers=2),
+    "Qwen3ForCausalLM": GROUPED | dict(head_dim=8),
+    "MistralForCausalLM": GROUPED | dict(sliding_window=4),
+    "GemmaForCausalLM": GROUPED | dict(head_dim=8),
+    "Gemma2ForCausalLM": GROUPED | dict(head_dim=8, sliding_window=4),
+    "PhiForCausalLM": GROUPED,
+    "OPTForCausalLM": SIZES | dict(ffn_dim=48, word_embed_proj_dim=16, dropout=0.0),
+    "GPTNeoXForCausalLM": SIZES,
+    "BertForMaskedLM": SIZES | NO_DROPOUT,
+    "T5ForConditionalGeneration": T5 | dict(decoder_start_token_id=0, dropout_rate=0.0),
+    "ViTForImageClassification": NO_DROPOUT
+    | dict(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+        image_size=16, patch_size=4, num_labels=5,
+    ),
+}  # fmt: skip
+SHORT = ("LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
+
+
+def model_of(kind, **change):
+    torch.manual_seed(0)
+    made = getattr(transformers, kind)
+    return made(made.config_class(**KINDS[kind] | change)).double()
+
+
+def batch_of(model, width, samples=8):
+    """Inputs, half of the samples with padding, and targets."""
+    draw = torch.Generator().manual_seed(width)
+    if model.main_input_name == "pixel_values":
+        images = torch.rand(samples, 3, 16, 16, generator=draw, dtype=torch.float64)
+        return {"pixel_values": images}, torch.randint(5, (samples,), generator=draw)
+    tokens = torch.randint(3, 64, (samples, width), generator=draw)
+    mask = torch.ones_like(tokens)
+    for i in range(samples // 2):
+        mask[i, width - i :] = 0
+    given = {"input_ids": tokens, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = tokens.flip(1)
+    return given, tokens.masked_fill(mask == 0, -100)
+
+
+def loss_of(model):
+    if model.main_input_name == "pixel_values":
+        return nn.functional.cross_entropy
+    return causal_loss if "Causal" in type(model).__name__ else masked_loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layers_compute_what_the_model_does(kind):
+    model = model_of(kind)
+    layers = layers_of(model)
+    assert model.training and all(layer.training for layer in layers)
+    own = {id(p) for p in model.parameters()}
+    assert {id(p) for layer in layers for p in layer.parameters()} == own
+    # No weight is in two layers but that of the tokens, where it is the head's, too.
+    held = Counter(id(p) for layer in layers for p in layer.parameters())
+    repeated = {weight for weight, count in held.items() if count > 1}
+    assert not repeated or repeated == {id(model.get_input_embeddings().weight)}
+    for width in (7, 12):  # neither the sample's width nor its number of samples
+        given, _ = batch_of(model, width, samples=6)
+        for some in (given, {n: x[3:] for n, x in given.items()}):  # the latter without padding
+            found = some
+            for layer in copy.deepcopy(layers):
+                found = layer(found)
+            assert torch.equal(found, model(**some).logits)
+
+
+@pytest.mark.parametrize("kind", [*SHORT, *thorough(*(k for k in KINDS if k not in SHORT))])
+def test_trained_as_by_a_plain_loop_and_put_back(kind):
+    model, adam = model_of(kind), partial(torch.optim.AdamW, lr=1e-2)
+    plain, layers, loss = copy.deepcopy(model), layers_of(model), loss_of(model)
+    batches = [batch_of(model, width) for width in (9, 12)]
+    third = len(layers) // 3
+    stages = split(layers, [third, third, len(layers) - 2 * third])
+    schedule = pipelab.make("pipedream_flush", 3, 4, batches=2)
+    run = pipelab.run(schedule, stages, batches, loss, adam)
+    assert run.check.passed
+    steps = adam(plain.parameters())
+    for x, y in batches:
+        steps.zero_grad()
+        found = loss(plain(**x).logits, y)
+        (found[0] if isinstance(found, tuple) else found).backward()
+        steps.step()
+    load(stages, run.weights)
+    # Some norms compute in float32, whatever they are given.
+    exact = {"Llama", "Qwen", "Mistral", "Gemma", "T5"}
+    off = 1e-4 if any(name in kind for name in exact) else 1e-11
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=off), name
+
+
+def test_in_processes_with_other_widths_in_every_batch():
+    model = model_of("GPT2LMHeadModel")
+    stages = split(layers_of(model), [3, 3])
+    schedule = pipelab.make("gpipe", 2, 4, batches=3)
+    batches = [batch_of(model, width) for width in (9, 12, 5)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    given = schedule, stages, batches, causal_loss, sgd
+    run = pipelab.run(*given, backend="processes", timeout=120)
+    assert run.check.passed
+    assert run.losses == pytest.approx(pipelab.run(*given, check=False).losses)
+
+
+def test_layers_are_kept_in_files_and_their_weights_in_the_model():
+    model = model_of("LlamaForCausalLM")
+    given, _ = batch_of(model, 9)
+    found = given
+    for layer in pickle.loads(pickle.dumps(layers_of(model))):
+        found = layer(found)
+    assert torch.equal(found, model(**given).logits)
+    tokens = given["input_ids"]
+    found = tokens
+    for layer in layers_of(model):  # the main input alone
+        found = layer(found)
+    assert torch.equal(found, model(tokens).logits)
+
+
+class Glued(nn.Module):
+    """Between its blocks it computes."""
+
+    main_input_name = "x"
+
+    def __init__(self, change=0.0, turns=1):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.change, self.turns = change, turns
+
+    def forward(self, x):
+        for _ in range(self.turns):
+            for block in self.blocks:
+                x = block(x)
+                x = x + self.change if self.change else x
+        return x
+
+
+def test_a_model_of_ones_own():
+    model, x = Glued(), torch.randn(3, 4)
+    layers = layers_of(model, {"x": x})
+    assert len(layers) == 5
+    found = x
+    for layer in layers:
+        found = layer(found)
+    assert torch.equal(found, model(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "sample", "reason"),
+    [
+        (Glued(change=1.0), True, r"blocks\.1 is given something else than blocks\.0 gives"),
+        (Glued(turns=2), True, "the blocks of blocks are not called once each, in their order"),
+        (nn.Linear(4, 4), True, "it calls no two blocks of an nn.ModuleList one after another"),
+        (Glued(), False, "no inputs are known of a Glued: give layers_of a sample"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(model, sample, reason):
+    given = {"x" if isinstance(model, Glued) else "input": torch.randn(3, 4)} if sample else None
+    with pytest.raises(ValueError, match=reason):
+        layers_of(model, given)
+
+
+def test_a_model_that_fails_on_the_sample():
+    with pytest.raises(ValueError, match="a GPT2LMHeadModel fails on this sample with IndexError"):
+        layers_of(model_of("GPT2LMHeadModel"), {"input_ids": torch.full((2, 3), 64)})
