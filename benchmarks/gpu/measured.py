@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,6 @@ from measure import in_turn, paragraph, spread, table
 from pipelab import Kind, Run, Schedule, fit, make, parts, run, simulate
 from pipelab.models import split
 from pipelab.optimize.cut import profile, uniform
-from pipelab.predict.memory import Memory
 from pipelab.runtime.torch.parts import part_sizes
 
 KEPT = "row:"  # begins a line that is a row of a section's table
@@ -210,47 +209,6 @@ def clocks(place: Place) -> list[str]:
             f"actions. Median (least-most) of {sizes.repeats} runs."
         )
     ]
-
-
-def memory(place: Place) -> list[str]:
-    """`Run.memory` beside the most that torch's allocator had given out."""
-    if not place.on_gpu:
-        raise Skip("torch counts the memory of GPUs alone")
-    model, rows = Model(place), []
-    for stages in (1, 4):
-        ours, torchs, left = peaks(model, stages)
-        sizes = (f"{count / 2**20:.0f}" for count in (ours, torchs, left))
-        rows.append((stages, *sizes, f"{100 * (ours / torchs - 1):+.1f}"))
-    return [
-        paragraph(
-            f"GPipe, {model}: the peak of all stages together on one GPU, beside "
-            "torch.cuda.max_memory_allocated without what is there after the run as well (cuBLAS's "
-            "workspaces, the model that stages are copied from). Target: within 5 %. What a "
-            "backward works on and the data are in torch's count alone. In ours all gradients of a "
-            "backward are there from its start and all activations to its end, where in truth some "
-            "come while others go: of one stage these are the gradients of the whole model."
-        ),
-        table(("stages", "ours (MiB)", "torch's (MiB)", "left out (MiB)", "ours is off (%)"), rows),
-    ]
-
-
-def peaks(model: Model, stages: int) -> tuple[float, int, int]:
-    """Bytes at the peak of GPipe by our count and by torch's, and those that are left afterwards.
-
-    Of all stages together. The second of two runs: the first makes cuBLAS's workspaces.
-    """
-    device = model.place.device
-    for _ in range(2):
-        torch.cuda.reset_peak_memory_stats(device)
-        done = model.run(model.table("gpipe", stages), [device] * stages)
-        left = torch.cuda.memory_allocated(device)
-    return peak_together(done.memory), torch.cuda.max_memory_allocated(device) - left, left
-
-
-def peak_together(memory: Memory) -> float:
-    """Bytes at the peak of all rows, which share one device."""
-    steps = [step._replace(device=0) for step in memory.steps]
-    return replace(memory, devices=1, steps=steps).peak()[0]
 
 
 TABLES = (

@@ -40,11 +40,11 @@ from gpu.measured import (
     Place,
     Skip,
     clocks,
-    memory,
     predictions,
     sharing,
     streams,
 )
+from gpu.memory import memory
 from gpu.speed import (
     beside_a_compiled_loop,
     beside_a_loop,

@@ -85,7 +85,7 @@ def beside_a_loop(place: Place) -> list[str]:
     """Each schedule on four streams of one GPU beside a plain loop, in mixed precision."""
     rows = []
     for size, text in texts(place).items():
-        layers, data = _on(place, text)
+        layers, data = on(place, text)
         for name, (schedule, virtual, *asked) in WAYS.items():
             ours = partial(pipeline, place, layers, data, schedule, 4, virtual)
             plain = partial(loop, place, layers, data)
@@ -106,7 +106,7 @@ def beside_a_compiled_loop(place: Place) -> list[str]:
     """1F1B with stages that torch.compile compiles beside a compiled loop, where launches bound."""
     rows = []
     text = texts(place)["small"]
-    layers, data = _on(place, text)
+    layers, data = on(place, text)
     for mode in ("default", "reduce-overhead"):  # the latter captures CUDA graphs
         compiled = partial(torch.compile, mode=mode)
         ours = partial(pipeline, place, layers, data, "pipedream_flush", 4, 1, made=compiled)
@@ -130,7 +130,7 @@ def beside_torchgpipe(place: Place) -> list[str]:
     """GPipe in float32 beside torchgpipe, whose threads do not inherit autocast."""
     rows = []
     for text in texts(place).values():
-        layers, data = _on(place, text)
+        layers, data = on(place, text)
         stages = split(layers, uniform(len(layers), 4))
         names = [str(place.device)] * 4
 
@@ -228,7 +228,8 @@ def beside(
     ]
 
 
-def _on(place: Place, text: Text) -> tuple[list[nn.Module], list[Any]]:
+def on(place: Place, text: Text) -> tuple[list[nn.Module], list[Any]]:
+    """The layers and the batches of a text, where the place computes."""
     layers = [layer.to(place.device) for layer in text.layers()]
     return layers, text.batches(place.device)
 
@@ -260,7 +261,7 @@ def on_this_rank(wire: str, device: str, shape: Sequence[int]) -> None:
 
     place = Place(torch.device(device), None, 0.0)  # type: ignore[arg-type]
     text = Text(*shape)
-    layers, data = _on(place, text)
+    layers, data = on(place, text)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stages = split(layers, uniform(len(layers), count))
 

@@ -1,0 +1,72 @@
+"""`Run.memory` beside what torch's allocator has given out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from gpu.measured import Model, Place, Skip
+from gpu.speed import ADAMW, MICROBATCHES, on, texts
+from measure import paragraph, table
+from pipelab import Run, make, run
+from pipelab.models import split
+from pipelab.models.gpt2 import next_token_loss
+from pipelab.optimize.cut import uniform
+from pipelab.predict.memory import Memory
+
+
+def memory(place: Place) -> list[str]:
+    """`Run.memory` beside the most that torch's allocator had given out."""
+    if not place.on_gpu:
+        raise Skip("torch counts the memory of GPUs alone")
+    model, rows = Model(place), []
+    text = texts(place)["small"]
+    layers, data = on(place, text)
+
+    def linear(stages: int) -> Run:
+        return model.run(model.table("gpipe", stages), [place.device] * stages)
+
+    def gpt2(stages: int) -> Run:
+        order = make("gpipe", stages, MICROBATCHES, batches=2)
+        cut = split(layers, uniform(len(layers), stages))
+        how = dict(devices=str(place.device), autocast=torch.bfloat16, check=False)
+        return run(order, cut, data[:2], next_token_loss, ADAMW, **how)
+
+    for name, by in ((f"{model}", linear), ("GPT-2 small", gpt2)):
+        for stages in (1, 4):
+            ours, torchs, left = peaks(partial(by, stages), place.device)
+            sizes = (f"{count / 2**20:.0f}" for count in (ours, torchs, left))
+            rows.append((name, stages, *sizes, f"{100 * (ours / torchs - 1):+.1f}"))
+    header = "model", "stages", "ours (MiB)", "torch's (MiB)", "left out (MiB)", "ours is off (%)"
+    return [
+        paragraph(
+            "GPipe: the peak of all stages together on one GPU, beside "
+            "torch.cuda.max_memory_allocated without what is there after the run as well (cuBLAS's "
+            "workspaces, the model that stages are copied from). Target: within 5 %. What a "
+            "backward works on and the data are in torch's count alone. In ours all gradients of a "
+            "backward are there from its start and all activations to its end, where in truth some "
+            "come while others go: of one stage these are the gradients of the whole model."
+        ),
+        table(header, rows),
+    ]
+
+
+def peaks(call: Callable[[], Run], device: torch.device) -> tuple[float, int, int]:
+    """Bytes at the peak of a run by our count and by torch's, and those that are left afterwards.
+
+    Of all stages together. The second of two runs: the first makes cuBLAS's workspaces.
+    """
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats(device)
+        done = call()
+        left = torch.cuda.memory_allocated(device)
+    return peak_together(done.memory), torch.cuda.max_memory_allocated(device) - left, left
+
+
+def peak_together(memory: Memory) -> float:
+    """Bytes at the peak of all rows, which share one device."""
+    steps = [step._replace(device=0) for step in memory.steps]
+    return replace(memory, devices=1, steps=steps).peak()[0]
