@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
@@ -21,6 +22,8 @@ from pipelab.cli.options import (
     Seed,
     TableOptions,
 )
+
+SMALLEST = 257  # tokens: every byte, and an end of text
 
 
 def small_model(
@@ -57,11 +60,44 @@ def small_model(
         from pipelab.models import data
         from pipelab.models.gpt2 import gpt2, next_token_loss
 
-        loss, blocks = next_token_loss, (count or max(6, schedule.stages + 2)) - 2
-        layers = gpt2(vocabulary=1024, length=32, width=64, blocks=blocks, dropout=dropout)
-        batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, seed)
+        loss, blocks, tokens = next_token_loss, (count or max(6, schedule.stages + 2)) - 2, None
+        if model == "gpt2":
+            layers = gpt2(vocabulary=1024, length=32, width=64, blocks=blocks, dropout=dropout)
+        else:
+            layers, tokens, _ = language_model(model)
+        tokens = data.corpus(1024).tokens if tokens is None else tokens
+        batches = data.batches(tokens, schedule.batches, size, 32, seed)
     stages = into_stages(layers, schedule, balance, batches[0], loss, replicas=replicas)
     return stages, batches, loss, partial(torch.optim.SGD, lr=0.05)
+
+
+def language_model(folder: str) -> tuple[list, Any, int]:
+    """A folder's causal language model in layers, text in its tokens, and how many it can see.
+
+    Tokens by the folder's tokenizer, if it has one.
+    """
+    from transformers import AutoTokenizer
+
+    from pipelab.models import data, hub, layers_of
+
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"model {folder!r}: give gpt2, or a folder of a causal language model as transformers "
+            "saves it (or with its config alone)"
+        )
+    model: Any = hub.language_model(folder)
+    config = model.config.get_text_config()
+    if any(Path(folder).glob("tokenizer*.json")):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokens = tokenizer(data.text(), return_tensors="pt")["input_ids"][0]
+    elif config.vocab_size < SMALLEST:
+        raise ValueError(
+            f"{folder} has no tokenizer, and a vocabulary of {config.vocab_size}: text in bytes "
+            f"takes at least {SMALLEST}"
+        )
+    else:
+        tokens = data.corpus(min(config.vocab_size, 8192)).tokens
+    return layers_of(model), tokens, getattr(config, "max_position_embeddings", 2**20)
 
 
 def into_stages(
@@ -123,14 +159,14 @@ def jax_model(schedule: Schedule, seed: int) -> tuple[list, list, Callable, Any]
 
 @dataclass(frozen=True)
 class Training:
-    """Training of GPT-2: the same in every call that goes on with it.
+    """Training of a language model: the same in every call that goes on with it.
 
     Args:
         microbatches: per step
         virtual: chunks a device (interleaved, looped_bfs)
-        size: 12 blocks of width 64/768
-        pretrained: such as gpt2, or a folder: published weights
-        tied: the head shares the embedding's weights
+        size: gpt2: 12 blocks of width 64/768
+        pretrained: gpt2: such as gpt2, or a folder: published weights
+        tied: gpt2: the head shares the embedding's weights
         batch: samples
         length: tokens of a sample
         lr: Adam's (published weights: 3e-5)
@@ -161,24 +197,38 @@ class Training:
         sizes = self.schedule, self.devices, self.microbatches, self.virtual
         return validate(TableOptions(*sizes, batches=steps).make())
 
-    def model(self, steps: int) -> tuple[list, list, Callable, int]:
-        """GPT-2's layers, batches of text, a loss, and the length of a passage."""
+    def model(self, name: str, steps: int) -> tuple[list, list, Callable, int]:
+        """The layers, batches of text, a loss, and the length of a passage."""
         from pipelab.models import data
-        from pipelab.models.gpt2 import gpt2, next_token_loss
+        from pipelab.models.losses import next_token_loss
+
+        made = self._gpt2() if name == "gpt2" else self._folder(name)
+        layers, tokens, usual, most = made
+        length = self.length or usual
+        if length > most:
+            raise ValueError(
+                f"--length {length}: this model has {most} positions; give at most {most}"
+            )
+        batches = data.batches(tokens, steps, self.batch, length, self.seed)
+        return layers, batches, next_token_loss, length
+
+    def _folder(self, name: str) -> tuple[list, Any, int, int]:
+        given = {"--size": self.size != "narrow", "--pretrained": self.pretrained}
+        given |= {"--tied": self.tied, "--dropout": self.dropout}
+        for option in (option for option, is_given in given.items() if is_given):
+            raise ValueError(f"{option} is of gpt2: the folder {name} says this of its own model")
+        layers, tokens, most = language_model(name)
+        return layers, tokens, min(most, 128), most
+
+    def _gpt2(self) -> tuple[list, Any, int, int]:
+        from pipelab.models.gpt2 import gpt2
 
         sizes: dict[str, Any] = {"vocabulary": 512, "length": 32, "width": 64, "heads": 4}
         if self.size == "small":
             sizes = {"vocabulary": 50257, "length": 1024, "width": 768, "heads": 12}
         layers = gpt2(**sizes, dropout=self.dropout, pretrained=self.pretrained, tied=self.tied)
         most = len(layers[0].get_parameter("position.weight"))
-        length = self.length or sizes["length"]
-        if length > most:
-            raise ValueError(
-                f"--length {length}: this model has {most} positions; give at most {most}"
-            )
-        tokens = self._tokens(min(sizes["vocabulary"], 8192))
-        batches = data.batches(tokens, steps, self.batch, length, self.seed)
-        return layers, batches, next_token_loss, length
+        return layers, self._tokens(min(sizes["vocabulary"], 8192)), sizes["length"], most
 
     def _tokens(self, vocabulary: int) -> Any:
         """The text in tokens; those of the published weights, if there are any."""

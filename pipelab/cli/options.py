@@ -79,7 +79,7 @@ Plot = Annotated[
     str | None, arg(metavar="FILE", help="write the picture (png, svg, pdf); replaces that file")
 ]
 Timeout = Annotated[Finite, arg(help="give up when no action ends in this time")]
-Model = Literal["mlp", "gpt2"]
+Model = Annotated[str, arg(metavar="mlp|gpt2|FOLDER", help="FOLDER: a causal language model")]
 CHAIN = [method for method in METHODS if method != "pipedream"]  # a device a stage
 
 

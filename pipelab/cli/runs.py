@@ -164,7 +164,7 @@ def _join_processes() -> bool:
 
 
 def train_command(
-    model: Positional[Literal["gpt2"]],
+    model: Positional[Annotated[str, arg(metavar="gpt2|FOLDER")]],
     training: Training,
     steps: Count = 100,
     device: Name = None,
@@ -175,9 +175,11 @@ def train_command(
     balance: Balance = "uniform",
     save: Name = None,
 ) -> None:
-    """Train GPT-2 on real text, resumable at any step.
+    """Train GPT-2, or your own language model, on real text, resumable at any step.
 
     Args:
+        model: gpt2, or a folder of a causal language model as transformers saves it: its weights,
+            or a config alone for random ones
         steps: in all; may be more than before
         device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
         every: a checkpoint every K steps
@@ -195,7 +197,7 @@ def train_command(
         raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
     schedule = training.table(steps)
     torch.manual_seed(training.seed)
-    layers, batches, loss, length = training.model(steps)
+    layers, batches, loss, length = training.model(model, steps)
     where = {"replicas": training.replicas, "device": device}
     stages = into_stages(layers, schedule, balance, batches[0], loss, **where)
     other = f" balance={[len(stage) for stage in stages]}" if balance != "uniform" else ""
@@ -210,7 +212,7 @@ def train_command(
             partial(torch.optim.Adam, lr=training.lr),
             folder,
             every=every,
-            name=training.name + other,
+            name="".join([model + " " if model != "gpt2" else "", training.name, other]),
             backend=backend,
             devices=device,
             replicas=training.replicas,

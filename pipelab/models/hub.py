@@ -8,6 +8,8 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from huggingface_hub import constants
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 PATIENCE = 5.0  # seconds for the hub to answer
@@ -39,6 +41,14 @@ def loading(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = offline
         if bars:
             logging.enable_progress_bar()
+
+
+def language_model(folder: str) -> nn.Module:
+    """A causal language model as transformers saves it; of a config alone with random weights."""
+    with loading(folder):
+        if any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin")):
+            return AutoModelForCausalLM.from_pretrained(folder)
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
 def _answers() -> bool:

@@ -106,7 +106,7 @@ class _Block(nn.Module):
 
     def __init__(self, block: nn.Module, call: "_Call", reads: Sequence[str | None]) -> None:
         super().__init__()
-        self.block, self.spec, self.reads = block, call.spec, reads
+        self.block, self.form, self.reads = block, call.form, reads
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         self.writes: list[str | None] = [None] * len(call.result)
         self.keeps: frozenset[str] = frozenset()
@@ -115,7 +115,7 @@ class _Block(nn.Module):
         pairs = zip(self.reads, self.constants, strict=True)
         # A name may be missing: without padding there is no mask.
         leaves = [values.get(name) if name else constant for name, constant in pairs]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = _filled(self.form, leaves)
         result = pytree.tree_leaves(self.block(*args, **kwargs))
         written = {name: leaf for name, leaf in zip(self.writes, result, strict=True) if name}
         return {name: v for name, v in (values | written).items() if name in self.keeps}
@@ -233,7 +233,7 @@ class _Stub(_Hollow):
         self, block: nn.Module, tape: _Tape, call: "_Call", of_list: int, last: bool
     ) -> None:
         super().__init__(block, tape)
-        self.of_list, self.last, self.spec = of_list, last, call.result_spec
+        self.of_list, self.last, self.form = of_list, last, call.result_form
         self.filled = [isinstance(leaf, Tensor) for leaf in call.result]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,11 +244,15 @@ class _Stub(_Hollow):
             if self.last:
                 raise _Reached
         if self.last and of_list == tape.until - 1:
-            return pytree.tree_unflatten(tape.given, self.spec)
+            return _filled(self.form, tape.given)
         # Hidden states of the right shape, and not the same object, which tells them apart.
         hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
         filled = [hidden.view_as(hidden) if fill else None for fill in self.filled]
-        return pytree.tree_unflatten(filled, self.spec)
+        return _filled(self.form, filled)
+
+
+def _filled(form: Any, leaves: Sequence[Any]) -> Any:
+    return pytree.tree_map(lambda number: leaves[number], form)
 
 
 def _zeros(shape: Sequence[int], tape: _Tape, dtype: Any = torch.float32) -> Tensor:
@@ -264,13 +268,16 @@ Place = tuple[int, int]  # a block in its list, and a leaf of its arguments or o
 
 
 class _Call(NamedTuple):
-    """One call of a block: leaves of its arguments and of its result; arguments have names."""
+    """One call of a block: leaves of its arguments and of its result; arguments have names.
+
+    A form has the numbers of leaves in their places.
+    """
 
     names: list[str]
     leaves: list[Any]
-    spec: Any
+    form: Any
     result: list[Any]
-    result_spec: Any
+    result_form: Any
 
 
 class _Look:
@@ -304,7 +311,11 @@ class _Look:
                 pairs, spec = flat
                 names = [_name_of(key, parameters) for key, _ in pairs]
                 leaves = [leaf for _, leaf in pairs]
-                calls[path] = _Call(names, leaves, spec, *pytree.tree_flatten(result))
+                given_back, result_spec = pytree.tree_flatten(result)
+                forms = (
+                    pytree.tree_unflatten(range(of.num_leaves), of) for of in (spec, result_spec)
+                )
+                calls[path] = _Call(names, leaves, next(forms), given_back, next(forms))
 
         for path, module in watched.named_modules():
             module.register_forward_pre_hook(

@@ -491,3 +491,50 @@ def test_what_is_found_as_training_begins_is_one_line_too(capsys, options, messa
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and "\r" not in err
     assert message in err
+
+
+def test_a_folder_of_a_language_model(monkeypatch, capsys, tmp_path):
+    """Trained, gone on with and run; a config alone has random weights; saved ones are loaded."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
+    heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path / "config")
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    line = ["--batch", "4", "--every", "1", "--save", str(tmp_path / "kept"), "--json"]
+    losses = []
+    for steps in ("1", "2"):
+        assert main(["train", str(tmp_path / "config"), *line, "--steps", steps]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["losses"])
+    assert losses[1][:1] == losses[0] and len(losses[1]) == 2
+    assert main(["train", str(tmp_path / "model"), *line, "--steps", "3"]) == 2  # another one's
+    capsys.readouterr()
+    run = ["run", "gpipe", "--devices", "2", "--microbatches", "2", "--json", "--model"]
+    found = []
+    for seed in ("0", "1"):  # of the data alone
+        assert main([*run, str(tmp_path / "model"), "--seed", seed]) == 0
+        found.append(json.loads(capsys.readouterr().out)["losses"])
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train gtp2", "model 'gtp2': give gpt2, or a folder of a causal language model"),
+        ("train {folder} --tied", "--tied is of gpt2: the folder"),
+        ("train {folder} --length 65", "--length 65: this model has 64 positions"),
+        ("run gpipe --devices 2 --microbatches 2 --model {small}", "a vocabulary of 64: text in"),
+    ],
+)
+def test_a_folder_that_does_not_fit(line, said, capsys, tmp_path):
+    from transformers import GPT2Config
+
+    for name, vocabulary in (("folder", 300), ("small", 64)):
+        sizes = dict(vocab_size=vocabulary, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+        config = GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
+        config.architectures = ["GPT2LMHeadModel"]
+        config.save_pretrained(tmp_path / name)
+    line = line.format(folder=tmp_path / "folder", small=tmp_path / "small")
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err
