@@ -189,9 +189,10 @@ class Training:
     replicas: Count = 1
     seed: Seed = 0
 
-    @property
-    def name(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in vars(self).items())
+    def name(self, model: str) -> str:
+        """Of the training, which a folder keeps."""
+        sizes = " ".join(f"{key}={value}" for key, value in vars(self).items())
+        return sizes if model == "gpt2" else f"{model} {sizes}"
 
     def table(self, steps: int) -> Schedule:
         sizes = self.schedule, self.devices, self.microbatches, self.virtual
@@ -199,9 +200,12 @@ class Training:
 
     def model(self, name: str, steps: int) -> tuple[list, list, Callable, int]:
         """The layers, batches of text, a loss, and the length of a passage."""
+        import torch
+
         from pipelab.models import data
         from pipelab.models.losses import next_token_loss
 
+        torch.manual_seed(self.seed)
         made = self._gpt2() if name == "gpt2" else self._folder(name)
         layers, tokens, usual, most = made
         length = self.length or usual

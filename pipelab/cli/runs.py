@@ -178,8 +178,7 @@ def train_command(
     """Train GPT-2, or your own language model, on real text, resumable at any step.
 
     Args:
-        model: gpt2, or a folder of a causal language model as transformers saves it: its weights,
-            or a config alone for random ones
+        model: a folder: of a causal language model as transformers saves it, or its config alone
         steps: in all; may be more than before
         device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
         every: a checkpoint every K steps
@@ -191,15 +190,13 @@ def train_command(
     from pipelab.cli.training import train
 
     first = os.environ.get("RANK", "0") == "0"
-    if first:
-        check_targets(save=save)
+    check_targets(save=save if first else None)
     if "RANK" in os.environ and not save:
         raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
     schedule = training.table(steps)
-    torch.manual_seed(training.seed)
     layers, batches, loss, length = training.model(model, steps)
-    where = {"replicas": training.replicas, "device": device}
-    stages = into_stages(layers, schedule, balance, batches[0], loss, **where)
+    given = layers, schedule, balance, batches[0], loss
+    stages = into_stages(*given, replicas=training.replicas, device=device)
     other = f" balance={[len(stage) for stage in stages]}" if balance != "uniform" else ""
     if other and first:
         _tell_balance(stages, json)
@@ -212,15 +209,15 @@ def train_command(
             partial(torch.optim.Adam, lr=training.lr),
             folder,
             every=every,
-            name="".join([model + " " if model != "gpt2" else "", training.name, other]),
+            name=training.name(model) + other,
             backend=backend,
             devices=device,
             replicas=training.replicas,
             clip=training.clip,
             timeout=timeout,
         )
-        tokens = training.batch * length
-        report, verdict = _follow(parts, tokens, first, sys.stderr if json else None)
+        file = sys.stderr if json else None
+        report, verdict = _follow(parts, training.batch * length, first, file)
     if first:
         print(as_json(report) if json else f"The first {every} steps of this call: {verdict}")
         if not verdict.passed:
