@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 Values = dict[str, Tensor]  # what layers hand on, by name
 INPUT = "input "  # begins the names of what the model itself is given
+PLAIN = bool, int, float, str
 
 
 def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> list[nn.Module]:
@@ -29,37 +30,30 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
     states, masks, positions, and what else later layers read, by name. The weights are the model's
     own, and tied ones stay tied: see `load`.
 
-    sample  inputs by name, (samples, ...), to look at the model with; without one, random tokens or
-            images of its config's sizes. Padding in it shows which masks there are
+    sample  inputs by name, (samples, ...), to look at the model with: all that batches will have.
+            Padding in it shows which masks there are. Without one, random tokens or images of its
+            config's sizes
 
-    ValueError for a model that this does not fit, with the reason. It needs layers written by hand,
-    each a module of one argument: see the source of `pipelab.models.gpt2`.
+    Bring the model to its device and precision before. ValueError for a model that this does not
+    fit, with the reason. It needs layers written by hand, each a module of one argument: see the
+    source of `pipelab.models.gpt2`.
     """
     given = dict(_sample(model) if sample is None else sample)
-    reason, layers = "", []
     with _evaluating(model), torch.no_grad():
         try:
-            expected = _result(model(**given, **_asked(model)))
+            expected = _result(_cloned(model)(**given))  # some models remember what they are given
         except Exception as error:
             raise ValueError(
                 f"a {type(model).__name__} fails on {'this' if sample else 'a random'} sample with "
                 f"{type(error).__name__}: {error}; give layers_of a sample that it computes"
             ) from error
         try:
-            look = _Look(model, given)
-            # At first without what is seldom used: what blocks give beside their hidden states, and
-            # weights of modules whose part of `forward` is another layer's.
-            for whole in (False, True):
-                layers = look.layers(whole)
-                if not (reason := _differs(layers, given, expected)):
-                    break
+            layers = _Look(model, given).equal_layers(expected)
         except _Uncut as error:
-            reason = str(error)
-    if reason:
-        raise ValueError(
-            f"a {type(model).__name__} cannot be cut into layers: {reason}; write its layers by "
-            "hand, each a module of one argument, as pipelab/models/gpt2.py does"
-        )
+            raise ValueError(
+                f"a {type(model).__name__} cannot be cut into layers: {error}; write its layers by "
+                "hand, each a module of one argument, as pipelab/models/gpt2.py does"
+            ) from None
     for layer in layers:
         if isinstance(layer, _Around):
             layer.train(model.training)
@@ -76,7 +70,15 @@ def load(stages: Sequence[nn.Module], weights: Sequence[Mapping[str, Tensor]]) -
 
 
 class _Uncut(Exception):
-    """Why a model cannot be cut."""
+    """Why a model cannot be cut, or not at one list of blocks, whose path is `at`."""
+
+    def __init__(self, reason: str, at: str = "") -> None:
+        super().__init__(reason)
+        self.at = at
+
+
+class _Needed(Exception):
+    """A module has to be there in more than one layer; `args[0]` is its path."""
 
 
 def _differs(layers: Sequence[nn.Module], given: Any, expected: Any) -> str:
@@ -85,12 +87,13 @@ def _differs(layers: Sequence[nn.Module], given: Any, expected: Any) -> str:
         found = given
         for layer in layers:
             found = layer(found)
-    except _Uncut:
+    except _Needed:
         raise
     except Exception as error:
         return f"its parts fail with {type(error).__name__}: {error}"
     pairs = zip(*map(pytree.tree_leaves, (found, expected)), strict=True)
-    return "" if all(torch.equal(*pair) for pair in pairs) else "its parts give another result"
+    same = all(torch.equal(*pair) for pair in pairs if isinstance(pair[1], Tensor))
+    return "" if same else "its parts give another result"
 
 
 # ---- the layers
@@ -125,54 +128,62 @@ class _Around(nn.Module):
     """The part of a model's `forward` between two lists of blocks, or before or after all.
 
     shell   the model, with stubs for its blocks, and for what computes in other parts
-    first   whether it is the first, which takes the model's own inputs
+    main    the name of the input that may be given alone
+    known   what the first layer is given: the names of the sample; else nothing
+    blocks  how many there are in the next list
     after   the name of each leaf of the result of the last block before it
     groups  a value's name -> the blocks that are called with it, and the leaf of their arguments
-    shapes  of the model's inputs of floating numbers, but for the samples: nobody reads their
-            values any more
     """
 
-    def __init__(self, shell: nn.Module, tape: "_Tape", main: str, asked: dict[str, Any]) -> None:
+    def __init__(self, shell: nn.Module, tape: "_Tape", main: str, blocks: int) -> None:
         super().__init__()
-        self.shell, self.tape, self.main, self.asked = shell, tape, main, asked
-        self.first = False
+        self.shell, self.tape, self.main, self.blocks = shell, tape, main, blocks
+        self.known: set[str] = set()
         self.after: list[str | None] = []
-        self.shapes: Mapping[str, Sequence[int]] = {}
         self.groups: dict[str, list[tuple[int, int]]] = {}
         self.keeps: frozenset[str] = frozenset()
 
     def forward(self, values: Any) -> Any:
         # [1] the model's inputs, which other parts of `forward` look at, too
-        inputs, tape = values, self.tape
-        if self.first:
+        tape = self.tape
+        if self.known:
             inputs = dict(values) if isinstance(values, Mapping) else {self.main: values}
+            if strange := [*filter(lambda name: name not in self.known, inputs)]:
+                raise ValueError(
+                    f"the model is given {', '.join(map(repr, strange))}, which it was not in the "
+                    "sample that layers_of has looked at: give it one that has all inputs"
+                )
             values = {INPUT + name: x for name, x in inputs.items() if isinstance(x, Tensor)}
-            tape.like = next((p for p in self.parameters() if p.is_floating_point()), inputs)
+            tensors = [*self.parameters(), *values.values()]
+            tape.like = next((t for t in tensors if t.is_floating_point()), tensors[-1])
         else:
-            given = [values[name] if name else None for name in self.after]
-            tape.given, tape.like = given, next(x for x in given if x is not None)
-            inputs = {
-                name.removeprefix(INPUT): x for name, x in values.items() if name.startswith(INPUT)
-            }
-            inputs |= {name: _zeros((len(tape.like), *s), tape) for name, s in self.shapes.items()}
+            tape.given = [values[name] if name else None for name in self.after]
+            tape.like = next(x for x in tape.given if x is not None)
+            inputs = {n.removeprefix(INPUT): x for n, x in values.items() if n.startswith(INPUT)}
         # [2] `forward`, until it has called all blocks of the next list
         tape.calls = []
         try:
-            result = _result(self.shell(**inputs, **self.asked))
+            result = _result(self.shell(**inputs))
         except _Reached:
-            result = self._read()
+            pass
         finally:
             calls, tape.given, tape.like = tape.calls, [], None
             tape.calls = []
-        if not calls:
+        if not self.blocks:
             return result
-        return {n: v for n, v in (values | result).items() if n in self.keeps}
+        values |= self._read(calls)
+        return {name: value for name, value in values.items() if name in self.keeps}
 
-    def _read(self) -> Values:
+    def _read(self, calls: Sequence[Sequence[Any]]) -> Values:
         """What the stubs were called with, by name."""
+        if len(calls) != self.blocks:
+            raise ValueError(
+                f"{len(calls)} of {self.blocks} blocks were called, and all in the sample: layers "
+                "that are left out by chance cannot be cut, such as by layerdrop; set it to 0"
+            )
         read = {}
         for name, places in self.groups.items():
-            first, *others = (self.tape.calls[block][leaf] for block, leaf in places)
+            first, *others = (calls[block][leaf] for block, leaf in places)
             if any(other is not first for other in others):
                 raise ValueError(
                     f"{name!r} is one value in the sample, and several here: give layers_of a "
@@ -204,10 +215,16 @@ class _Reached(BaseException):
 
 
 class _Hollow(nn.Module):
-    """In place of a module whose weights are another layer's: zeros of the shapes it gives."""
+    """In place of a module whose weights are another layer's: gives the shapes that it gives.
 
-    def __init__(self, module: nn.Module, tape: _Tape) -> None:
+    Their numbers are not: where any of them is read after all, all that follows is nan.
+
+    called  whether the sample called it
+    """
+
+    def __init__(self, module: nn.Module, tape: _Tape, path: str, called: bool) -> None:
         super().__init__()
+        self.path, self.called = path, called
         # In a tuple it is no part of this one, and its weights need no memory.
         self._of = (_cloned(module, on_meta=True),)
         self.tape = tape
@@ -221,9 +238,17 @@ class _Hollow(nn.Module):
             return getattr(self._of[0], name)  # what `forward` asks of the module itself
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.called:
+            raise ValueError(
+                f"the model calls its {self.path}, which it did not with the sample that layers_of "
+                "has looked at: give it one that has all inputs"
+            )
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
-        found = self._of[0](*args, **kwargs)
-        return pytree.tree_map_only(Tensor, lambda x: _zeros(x.shape, self.tape, x.dtype), found)
+        try:
+            found = self._of[0](*args, **kwargs)
+        except Exception as error:
+            raise _Needed(self.path) from error
+        return pytree.tree_map_only(Tensor, lambda x: _nothing(x.shape, self.tape, x.dtype), found)
 
 
 class _Stub(_Hollow):
@@ -232,34 +257,51 @@ class _Stub(_Hollow):
     def __init__(
         self, block: nn.Module, tape: _Tape, call: "_Call", of_list: int, last: bool
     ) -> None:
-        super().__init__(block, tape)
+        super().__init__(block, tape, "", called=True)
         self.of_list, self.last, self.form = of_list, last, call.result_form
         self.filled = [isinstance(leaf, Tensor) for leaf in call.result]
+        # What is no tensor is as it was.
+        self.plain = [leaf if isinstance(leaf, PLAIN) else None for leaf in call.leaves]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         of_list, tape = self.of_list, self.tape
         leaves = pytree.tree_leaves((args, kwargs))
         if of_list == tape.until:
+            self._compare(leaves)
             tape.calls.append(leaves)
             if self.last:
                 raise _Reached
         if self.last and of_list == tape.until - 1:
             return _filled(self.form, tape.given)
-        # Hidden states of the right shape, and not the same object, which tells them apart.
+        # Hidden states of the right shape.
         hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        filled = [hidden.view_as(hidden) if fill else None for fill in self.filled]
-        return _filled(self.form, filled)
+        nothing = _nothing(hidden.shape, tape, hidden.dtype)
+        return _filled(self.form, [nothing if fill else None for fill in self.filled])
+
+    def _compare(self, leaves: Sequence[Any]) -> None:
+        """ValueError for another number or text than in the sample: the block has that one."""
+        same = len(leaves) == len(self.plain)
+        for leaf, before in zip(leaves, self.plain, strict=False):
+            same &= before is None or (type(leaf) is type(before) and leaf == before)
+        if not same:
+            raise ValueError(
+                "a block is called with other arguments, or numbers, than in the sample that "
+                "layers_of has looked at: it has to show them, and they must stay"
+            )
 
 
 def _filled(form: Any, leaves: Sequence[Any]) -> Any:
     return pytree.tree_map(lambda number: leaves[number], form)
 
 
-def _zeros(shape: Sequence[int], tape: _Tape, dtype: Any = torch.float32) -> Tensor:
-    # The model may have been brought to another precision since.
+def _nothing(shape: Sequence[int], tape: _Tape, dtype: torch.dtype) -> Tensor:
+    """A tensor of nan, or of zeros where there is none."""
     like = tape.like
-    kind = like.dtype if dtype.is_floating_point and like.is_floating_point() else dtype
-    return torch.zeros(shape, dtype=kind, device=like.device)
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+    # The layers may have been brought to another precision since.
+    kind = like.dtype if like.is_floating_point() else dtype
+    return torch.full(shape, torch.nan, dtype=kind, device=like.device)
 
 
 # ---- looking at a model
@@ -287,10 +329,12 @@ class _Look:
     calls  [list][block]
     spans  path of a module -> when each of its calls began and ended
     ends   when the first block of each list began, and the last one ended
+    kept   paths of modules that are there in every layer around blocks
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         self.model, self.given = model, given
+        self.kept: set[str] = set()
         self.spans: dict[str, list[tuple[int, int]]] = {}
         calls: dict[str, _Call] = {}
         watched = _cloned(model)  # a module that has two paths is two there
@@ -322,7 +366,7 @@ class _Look:
                 lambda _, args, kwargs, path=path: before(path, args, kwargs), with_kwargs=True
             )
             module.register_forward_hook(lambda m, _, result, path=path: after(path, m, result))
-        watched(**given, **_asked(model))
+        watched(**given)
         # Lists of what is called one after another, in no other such list.
         found, why = [], "it calls no two blocks of an nn.ModuleList one after another"
         for path, items in listed.items():
@@ -339,17 +383,40 @@ class _Look:
         self.lists = [path for *_, path, _ in sorted(found)]
         self.calls = [[calls[f"{path}.{i}"] for i in range(n)] for *_, path, n in sorted(found)]
 
+    def equal_layers(self, expected: Any) -> list[nn.Module]:
+        """The layers that give what is expected. _Uncut if there are none."""
+        # At first without what is seldom needed: what blocks give beside their hidden states,
+        # and weights of modules whose part of `forward` is another layer's.
+        whole = False
+        while True:
+            try:
+                layers = self.layers(whole)
+                if not (reason := _differs(layers, self.given, expected)):
+                    return layers
+                if whole:
+                    raise _Uncut(reason)
+                whole = True
+            except _Needed as module:
+                self.kept.add(module.args[0])
+            except _Uncut as error:
+                if not error.at or len(self.lists) == 1:
+                    raise
+                which = self.lists.index(error.at)  # it is a part of what stands around the others
+                del self.lists[which], self.calls[which], self.ends[which]
+
     def layers(self, whole: bool) -> list[nn.Module]:
         """The layers; `whole`: each with all that might be needed."""
-        main, asked = getattr(self.model, "main_input_name", "input_ids"), _asked(self.model)
-        tensors = {n: x for n, x in self.given.items() if isinstance(x, Tensor)}
-        floats = {n: x.shape[1:] for n, x in tensors.items() if x.is_floating_point()}
+        main = getattr(self.model, "main_input_name", "input_ids")
+        # `forward` may look at any input in any part.
+        inputs = {INPUT + name for name, x in self.given.items() if isinstance(x, Tensor)}
         made: list[Any] = []
         for part in range(len(self.lists) + 1):
             tape = _Tape(part)
-            around = _Around(self._shell(part, tape, whole), tape, main, asked)
-            around.first, around.shapes = not made, floats
-            if made:
+            shell, blocks = self._shell(part, tape, whole), [*self.calls, []][part]
+            around = _Around(shell, tape, main, len(blocks))
+            if not made:
+                around.known = set(self.given)
+            else:
                 last, call = made[-1], self.calls[part - 1][-1]
                 for i, leaf in enumerate(call.result):
                     if isinstance(leaf, Tensor) and (whole or not i):
@@ -363,9 +430,8 @@ class _Look:
             layer.keeps = frozenset(needed)
             if isinstance(layer, _Block):
                 needed |= {*filter(None, layer.reads)}
-            elif not layer.first:
-                whole_numbers = {INPUT + name for name in tensors if name not in floats}
-                needed |= {*filter(None, layer.after)} | whole_numbers
+            elif layer is not made[0]:
+                needed |= {*filter(None, layer.after)} | inputs
         return made
 
     def _blocks(self, part: int, around: _Around) -> list[_Block]:
@@ -392,7 +458,7 @@ class _Look:
                 else:
                     reads.append(None)
             if k and not flows:
-                raise _Uncut(f"{path}.{k} is given something else than {path}.{k - 1} gives")
+                raise _Uncut(f"{path}.{k} is given something else than {path}.{k - 1} gives", path)
             made.append(_Block(self.model.get_submodule(f"{path}.{k}"), call, reads))
         return made
 
@@ -408,10 +474,14 @@ class _Look:
                     for k, (block, call) in enumerate(zip(child, calls, strict=True)):
                         last = k == len(calls) - 1
                         child[k] = _Stub(block, tape, call, of_list, last)
-                elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) or self._spans(at):
+                    continue
+                if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or self._spans(at):
                     fill(child, at)
-                elif not whole and part not in self._parts(at) and [*child.parameters()]:
-                    module._modules[name] = _Hollow(child, tape)
+                    continue
+                parts = self._parts(at)  # none, if the sample did not need it
+                kept = parts and (whole or at in self.kept)
+                if part not in parts and not kept and [*child.parameters()]:
+                    module._modules[name] = _Hollow(child, tape, at, bool(parts))
 
         shell = _cloned(self.model)
         fill(shell, "")
@@ -453,10 +523,16 @@ def _name_of(key: Any, parameters: Sequence[str]) -> str:
     return base + pytree.keystr(tuple(deeper))
 
 
-def _cloned(module: nn.Module, on_meta: bool = False) -> nn.Module:
-    """The same modules in a tree of their own, with the same tensors, or such without memory."""
+def _cloned(module: nn.Module, on_meta: bool = False, configs: Any = None) -> nn.Module:
+    """The same modules in a tree of their own, with the same tensors, or such without memory.
+
+    A configuration becomes one that asks for results with names, and for no cache.
+    """
     clone, own = object.__new__(type(module)), vars(module).items()
     clone.__dict__ = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in own}
+    configs = {} if configs is None else configs  # by identity: modules have one together
+    if (config := vars(module).get("config")) is not None:
+        clone.__dict__["config"] = configs.setdefault(id(config), _asking(config))
     kinds: Any = (clone._parameters, clone._buffers) if on_meta else ()
     for of_kind in kinds:
         for name, tensor in of_kind.items():
@@ -464,8 +540,17 @@ def _cloned(module: nn.Module, on_meta: bool = False) -> nn.Module:
                 bare = tensor.detach().to("meta")
                 of_kind[name] = nn.Parameter(bare) if of_kind is clone._parameters else bare
     for name, part in module._modules.items():
-        clone._modules[name] = None if part is None else _cloned(part, on_meta)
+        clone._modules[name] = None if part is None else _cloned(part, on_meta, configs)
     return clone
+
+
+def _asking(config: Any) -> Any:
+    config = copy.deepcopy(config)
+    for part in (config, *vars(config).values()):
+        for name, value in (("use_cache", False), ("return_dict", True)):
+            if isinstance(getattr(part, name, None), bool):
+                setattr(part, name, value)
+    return config
 
 
 @contextmanager
@@ -479,12 +564,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _asked(model: nn.Module) -> dict[str, Any]:
-    """The arguments by which a model of transformers gives names to its results, and no cache."""
-    taken = inspect.signature(model.forward).parameters
-    return {k: v for k, v in {"use_cache": False, "return_dict": True}.items() if k in taken}
-
-
 def _result(given: Any) -> Any:
     """The logits of what a model gives (by name, where there are several), else its first part."""
     if not isinstance(given, Mapping):
@@ -496,7 +575,8 @@ def _result(given: Any) -> Any:
 def _sample(model: nn.Module) -> Values:
     """Random inputs of two samples, the second with padding."""
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", "")
-    if config is None or main not in ("input_ids", "pixel_values"):
+    shown = main == "input_ids" or hasattr(config, "image_size")
+    if config is None or main not in ("input_ids", "pixel_values") or not shown:
         raise ValueError(
             f"no inputs are known of a {type(model).__name__}: give layers_of a sample of them"
         )
@@ -512,6 +592,7 @@ def _sample(model: nn.Module) -> Values:
     mask[1, -2:] = 0
     found = {main: tokens, "attention_mask": mask}
     if getattr(config, "is_encoder_decoder", False):
-        found |= {"decoder_input_ids": tokens.flip(1)}
+        found |= {"decoder_input_ids": tokens.flip(1), "decoder_attention_mask": mask}
+    found["token_type_ids"] = torch.zeros_like(tokens)
     taken = inspect.signature(model.forward).parameters
     return {name: x.to(weight.device) for name, x in found.items() if name in taken}

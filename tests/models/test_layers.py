@@ -154,31 +154,101 @@ def test_layers_are_kept_in_files_and_their_weights_in_the_model():
 
 
 class Glued(nn.Module):
-    """Between its blocks it computes."""
+    """Blocks as a user writes them; with what is hard to cut."""
 
     main_input_name = "x"
 
-    def __init__(self, change=0.0, turns=1):
+    def __init__(self, change=0.0, turns=1, gate=None, least=None, drop=0.0):
         super().__init__()
+        self.first = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.change, self.turns = change, turns
+        self.change, self.turns, self.least, self.drop = change, turns, least, drop
+        self.gate = None if gate is None else nn.Parameter(torch.tensor(gate))
+        self.extra = nn.Linear(4, 4)
 
-    def forward(self, x):
+    def forward(self, x, more=None):
+        begun = x = self.first(given := x)
         for _ in range(self.turns):
             for block in self.blocks:
+                if self.training and torch.rand([]) < self.drop:
+                    continue
                 x = block(x)
                 x = x + self.change if self.change else x
-        return x
+        x = x if self.gate is None else x + self.gate * begun
+        x = x if self.least is None else x * (1 + (given - self.least).relu().sum())
+        return x if more is None else x + self.extra(more)
 
 
 def test_a_model_of_ones_own():
     model, x = Glued(), torch.randn(3, 4)
     layers = layers_of(model, {"x": x})
     assert len(layers) == 5
-    found = x
+    assert torch.equal(together(layers, x), model(x))
+    assert [len([*layer.parameters()]) for layer in layers] == [2, 2, 2, 2, 0]
+    with pytest.raises(ValueError, match="is given 'more', which it was not in the sample"):
+        together(layers, {"x": x, "more": x})
+    layers = layers_of(model, {"x": x, "more": x})
+    for given in ({"x": x, "more": 2 * x}, {"x": 9 * x}):
+        assert torch.equal(together(layers, given), model(**given))
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.5])
+def test_what_is_read_after_the_blocks_is_found_though_the_sample_does_not_show_it(gate):
+    """Weights that begin as zeros, and inputs that count when they are large."""
+    x = torch.randn(3, 4).clamp(max=4)
+    for model in (Glued(gate=gate), Glued(gate=gate, least=5.0)):
+        layers = layers_of(model, {"x": x})
+        nn.init.ones_(model.gate)
+        for given in (x, 9 * x, torch.randn(5, 4)):
+            assert torch.equal(together(layers, given), model(given))
+
+
+def test_a_module_that_the_sample_does_not_need_is_named():
+    class Two(Glued):
+        def forward(self, x, more):
+            x = super().forward(x)
+            return x + self.extra(more) if more.sum() > 0 else x
+
+    layers = layers_of(Two(), {"x": torch.ones(3, 4), "more": torch.zeros(3, 4)})
+    with pytest.raises(ValueError, match="calls its extra, which it did not with the sample"):
+        together(layers, {"x": torch.ones(3, 4), "more": torch.ones(3, 4)})
+
+
+def test_blocks_that_are_left_out_by_chance_are_told_of():
+    layers = layers_of(Glued(drop=0.999), {"x": torch.ones(3, 4)})
+    with pytest.raises(ValueError, match="of 3 blocks were called, and all in the sample"):
+        together(layers, torch.ones(3, 4))
+
+
+def test_other_numbers_than_in_the_sample_are_told_of():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, by):
+            return self.linear(x) * by
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Scaled() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, len(x) / 10)
+            return x
+
+    layers = layers_of(Outer(), {"x": torch.ones(3, 4)})
+    together(layers, {"x": torch.ones(3, 4)})
+    with pytest.raises(ValueError, match="called with other arguments, or numbers, than in the"):
+        together(layers, {"x": torch.ones(5, 4)})
+
+
+def together(layers, found):
     for layer in layers:
         found = layer(found)
-    assert torch.equal(found, model(x))
+    return found
 
 
 @pytest.mark.parametrize(

@@ -1005,6 +1005,11 @@ def test_a_batch_without_room_is_computed_stage_after_stage_or_in_micro_batches(
         assert coupled.passed is not passes
 
 
+def test_a_device_may_be_torchs_own():
+    given = make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD
+    assert run(*given, devices=torch.device("cpu")).check.passed
+
+
 def test_what_this_machine_has_free_is_known():
     from pipelab.runtime.torch import wing
 

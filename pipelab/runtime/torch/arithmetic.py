@@ -58,6 +58,11 @@ class TorchArithmetic(reference.Arithmetic):
         self.stages = self.replicas[0]
         self._note_precision()
         if wide:
+            for module in self.replicas.modules():
+                if isinstance(module, nn.RMSNorm) and module.eps is None:
+                    # Without one it is that of the type it computes in, float32 at the least.
+                    fine = self._of_weights is torch.float64
+                    module.eps = torch.finfo(torch.float64 if fine else torch.float32).eps
             for tensor in (*self.replicas.parameters(), *self.replicas.buffers()):
                 tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
         # [2] names of what is trained; of tied weights all but the first
@@ -98,8 +103,8 @@ class TorchArithmetic(reference.Arithmetic):
         autocast = self.options.autocast
         parameters = list(stages.parameters())
         trained = [p.dtype for p in parameters if p.requires_grad]
-        of_weights = _coarsest(trained or [p.dtype for p in parameters])
-        precision = _coarsest([of_weights, autocast]) if autocast else of_weights
+        self._of_weights = _coarsest(trained or [p.dtype for p in parameters])
+        precision = _coarsest([self._of_weights, autocast]) if autocast else self._of_weights
         self.coarsest = self.eps_of_loss = torch.finfo(precision).eps
         self.mixed = torch.finfo(autocast).eps if autocast else 0.0
         self.eps = {
@@ -109,7 +114,7 @@ class TorchArithmetic(reference.Arithmetic):
             if _is_float(tensor)
         }
         self.computes_in = "float64" if self.wide else str(precision).removeprefix("torch.")
-        self._draws: Any = _DrawsIn(of_weights) if self.wide else nullcontext()
+        self._draws: Any = _DrawsIn(self._of_weights) if self.wide else nullcontext()
 
     def compute(
         self, weights: Sequence[Weights], piece: Piece, unit: float, sums: Sums | None = None
@@ -230,7 +235,7 @@ class TorchArithmetic(reference.Arithmetic):
                 _bind(stage, weights[s])
                 if piece.seeds is not None:
                     draw_from(piece.seeds[s], self.device)
-                forward = partial(_again, stage, self.wide) if self.sparing else stage
+                forward = partial(self._again, stage) if self.sparing else stage
                 x = forward(TREES.map(_own, x) if s else x)
                 if s == len(stages) - 1:
                     x = self.options.loss(x, y)
@@ -240,6 +245,15 @@ class TorchArithmetic(reference.Arithmetic):
         mean, count = x if isinstance(x, tuple) else (x, None)
         self.eps_of_loss = torch.finfo(mean.dtype).eps
         return mean, float(samples_of((piece.x, piece.y), TREES) if count is None else count)
+
+    def _again(self, stage: nn.Module, x: Any) -> Any:
+        """A forward that keeps its input alone, and is computed again for its backward."""
+
+        def forward(x: Any) -> Any:
+            with plain_attention() if self.wide else nullcontext(), self._draws:
+                return stage(TREES.map(_own, x))
+
+        return checkpoint(forward, x, use_reentrant=False, early_stop=False)
 
     def _moved(self, leaf: Any) -> Any:
         """A copy on the reference's device, since layers may work in place."""
@@ -334,16 +348,19 @@ class _DrawsIn(TorchDispatchMode):
 
         # One seed gives other numbers in float64 than in float32.
         narrow_args, narrow_kwargs = pytree.tree_map(narrow, (args, kwargs or {}))
-        drawn = pytree.tree_map_only(Tensor, _widen, func(*narrow_args, **narrow_kwargs))
-        # As torch names what writes into its first operand, such as bernoulli_.
-        in_place = func._schema.name.endswith("_")
-        return args[0].copy_(drawn) if in_place else drawn
-
-
-def _again(stage: nn.Module, wide: bool, x: Any) -> Any:
-    """A forward that keeps its input alone, and is computed again when its backward needs more."""
-    contexts = nullcontext(), plain_attention() if wide else nullcontext()
-    return checkpoint(stage, x, use_reentrant=False, context_fn=lambda: contexts)
+        drawn = func(*narrow_args, **narrow_kwargs)
+        result = pytree.tree_map_only(Tensor, _widen, drawn)
+        # What it writes into: the first operand of bernoulli_, the noise of rrelu, an out=.
+        arguments = func._schema.arguments
+        names = [argument.name for argument in arguments]
+        own = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        narrowed = {**dict(zip(names, narrow_args, strict=False)), **narrow_kwargs}
+        for argument in arguments:
+            name, alias = argument.name, argument.alias_info
+            if alias is not None and alias.is_write and isinstance(own.get(name), Tensor):
+                own[name].copy_(narrowed[name])
+                result = own[name] if drawn is narrowed[name] else result
+        return result
 
 
 def _bind(stage: nn.Module, weights: Mapping[str, Any]) -> None:

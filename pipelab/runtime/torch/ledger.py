@@ -93,12 +93,14 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {block.data_ptr(): block.nbytes() for block in blocks}
 
 
-def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """The tensors with memory that a sparse one is made of; of any other itself."""
+def parts_of(tensor: Any) -> Sequence[Tensor]:
+    """The tensors with memory that a sparse or a nested one is made of; of any other itself."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.layout is torch.jagged:
+        return tensor.values(), tensor.offsets()
     return (tensor,)

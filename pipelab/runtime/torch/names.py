@@ -1,7 +1,6 @@
 """Names of torch's devices, and of a GPU's parts: what the `devices` of a run are."""
 
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,8 @@ def parts(gpu: str = "cuda:0", count: int = 4) -> list[str]:
     with these. Raises ValueError for a GPU that this machine does not have, or that cannot be
     divided so.
     """
-    if not (found := find_part(f"{gpu}/{count}")):
+    found = find_part(f"{gpu}/{count}") if isinstance(count, int) else None
+    if not found or PART.fullmatch(gpu):
         raise ValueError(f"parts({gpu!r}, {count!r}): give a GPU such as 'cuda:0', and how many")
     return [str(found._replace(number=number)) for number in range(count)]
 
@@ -64,12 +64,13 @@ def find_device(name: str | torch.device) -> torch.device:
     return torch.device(whole)
 
 
-def device_names(schedule: Schedule, devices: str | Sequence[Any] | None) -> list[str]:
+def device_names(schedule: Schedule, devices: Any) -> list[str]:
     """A device per row."""
     count = torch.cuda.device_count()
     if devices is None:
         devices = [f"cuda:{d % count}" if count else "cpu" for d in range(schedule.devices)]
-    given = [devices] * schedule.devices if isinstance(devices, str) else list(devices)
+    one = isinstance(devices, (str, torch.device))
+    given = [devices] * schedule.devices if one else list(devices)
     if len(given) != schedule.devices:
         raise ValueError(
             f"{len(given)} devices for the {schedule.devices} rows of {schedule.name}: name one "

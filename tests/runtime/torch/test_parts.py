@@ -145,7 +145,9 @@ def test_what_no_part_is(devices, said, machine):
         names.device_names(make("gpipe", 4, 2), devices)
 
 
-@pytest.mark.parametrize("given", [("cpu", 4), ("cuda", 4), ("cuda:0", -1), ("cuda:0", 0.5)])
+@pytest.mark.parametrize(
+    "given", [("cpu", 4), ("cuda", 4), ("cuda:0", -1), ("cuda:0", 0.5), ("cuda:0", "4")]
+)
 def test_parts_of_what_is_no_gpu(given, machine):
     machine(Driver())
     with pytest.raises(ValueError, match="give a GPU such as 'cuda:0', and how many"):

@@ -1,0 +1,96 @@
+"""The reference in float64 computes the run's own model: its draws, masks and epsilons; and where a
+batch does not fit, stage after stage."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipelab import make, run
+from pipelab.runtime.session import Session
+from tests.runtime.test_run import SGD
+
+
+class Grow(torch.autograd.Function):
+    """Its gradient is wrong in a worker's thread, which the reference is not in."""
+
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by if threading.current_thread() is not threading.main_thread() else 1.0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.by * gradient, None
+
+
+class Wrong(nn.Module):
+    """A linear layer, what it is given, and a gradient that is right if `by` is 1."""
+
+    def __init__(self, then, by):
+        super().__init__()
+        self.linear, self.then, self.by = nn.Linear(8, 8), then, by
+
+    def forward(self, x):
+        return Grow.apply(self.then(self.linear(x)), self.by)
+
+
+def noise(x):
+    return x * (1 + torch.randn_like(x))
+
+
+def rrelu(x):
+    return F.rrelu(x, training=True)
+
+
+def drawn_into(x):
+    return x + torch.randn(x.shape, out=torch.empty_like(x))
+
+
+def masked(x):
+    """Attention with a mask of truth values between the features of a sample."""
+    q = x.unflatten(1, (1, 4, 2))
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).flatten(1)
+
+
+def inner_gradient(x):
+    twice = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(twice.tanh().sum(), twice, create_graph=True)
+    return x * slope
+
+
+class Normed(nn.Module):
+    """With an epsilon of its own type's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, x):
+        return self.norm(1e-3 * x)
+
+
+def checked(then, by, schedule):
+    torch.manual_seed(0)
+    data = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(2)]
+    modules = [Wrong(then, by), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))]
+    seed = 3 if then in (noise, rrelu, drawn_into) else None
+    return run(make(*schedule, batches=2), modules, data, F.mse_loss, SGD, seed=seed).check
+
+
+@pytest.fixture(params=["room", "stage after stage"])
+def room(request, monkeypatch):
+    if request.param != "room":
+        monkeypatch.setattr(Session, "_kept_of_batch", lambda *_: (float("inf"), 0.0))
+
+
+@pytest.mark.parametrize("schedule", [("gpipe", 2, 4), ("pipedream", 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "then", [noise, rrelu, drawn_into, masked, inner_gradient, Normed()], ids=str
+)
+def test_right_runs_pass_and_wrong_ones_fail(then, schedule, room):
+    assert checked(then, 1.0, schedule).passed
+    assert not checked(then, 1.01, schedule).passed
