@@ -5,19 +5,28 @@ blocks are called with, and what that comes from. What stands around the blocks 
 `forward`, in which they are stubs.
 """
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-Values = dict[str, Tensor]  # what layers hand on, by name
-INPUT = "input "  # begins the names of what the model itself is given
-PLAIN = bool, int, float, str
+from pipelab.models.shell import (
+    INPUT,
+    Around,
+    Block,
+    Call,
+    Hollow,
+    Needed,
+    Stub,
+    Tape,
+    Values,
+    cloned,
+    result_of,
+)
 
 
 def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> list[nn.Module]:
@@ -41,7 +50,7 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
     given = dict(_sample(model) if sample is None else sample)
     with _evaluating(model), torch.no_grad():
         try:
-            expected = _result(_cloned(model)(**given))  # some models remember what they are given
+            expected = result_of(cloned(model)(**given))  # some models remember what they are given
         except Exception as error:
             raise ValueError(
                 f"a {type(model).__name__} fails on {'this' if sample else 'a random'} sample with "
@@ -55,7 +64,7 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
                 "hand, each a module of one argument, as pipelab/models/gpt2.py does"
             ) from None
     for layer in layers:
-        if isinstance(layer, _Around):
+        if isinstance(layer, Around):
             layer.train(model.training)
     return layers
 
@@ -77,17 +86,13 @@ class _Uncut(Exception):
         self.at = at
 
 
-class _Needed(Exception):
-    """A module has to be there in more than one layer; `args[0]` is its path."""
-
-
 def _differs(layers: Sequence[nn.Module], given: Any, expected: Any) -> str:
     """Why the layers do not give what is expected; nothing if they do."""
     try:
         found = given
         for layer in layers:
             found = layer(found)
-    except _Needed:
+    except Needed:
         raise
     except Exception as error:
         return f"its parts fail with {type(error).__name__}: {error}"
@@ -96,230 +101,9 @@ def _differs(layers: Sequence[nn.Module], given: Any, expected: Any) -> str:
     return "" if same else "its parts give another result"
 
 
-# ---- the layers
-
-
-class _Block(nn.Module):
-    """A block of the model, called as the model would call it.
-
-    reads   leaf by leaf of its arguments, the value's name, or None for a constant
-    writes  leaf by leaf of its result, the name that later layers read it by, or None
-    keeps   the names that later layers read
-    """
-
-    def __init__(self, block: nn.Module, call: "_Call", reads: Sequence[str | None]) -> None:
-        super().__init__()
-        self.block, self.form, self.reads = block, call.form, reads
-        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
-        self.writes: list[str | None] = [None] * len(call.result)
-        self.keeps: frozenset[str] = frozenset()
-
-    def forward(self, values: Values) -> Values:
-        pairs = zip(self.reads, self.constants, strict=True)
-        # A name may be missing: without padding there is no mask.
-        leaves = [values.get(name) if name else constant for name, constant in pairs]
-        args, kwargs = _filled(self.form, leaves)
-        result = pytree.tree_leaves(self.block(*args, **kwargs))
-        written = {name: leaf for name, leaf in zip(self.writes, result, strict=True) if name}
-        return {name: v for name, v in (values | written).items() if name in self.keeps}
-
-
-class _Around(nn.Module):
-    """The part of a model's `forward` between two lists of blocks, or before or after all.
-
-    shell   the model, with stubs for its blocks, and for what computes in other parts
-    main    the name of the input that may be given alone
-    known   what the first layer is given: the names of the sample; else nothing
-    blocks  how many there are in the next list
-    after   the name of each leaf of the result of the last block before it
-    groups  a value's name -> the blocks that are called with it, and the leaf of their arguments
-    """
-
-    def __init__(self, shell: nn.Module, tape: "_Tape", main: str, blocks: int) -> None:
-        super().__init__()
-        self.shell, self.tape, self.main, self.blocks = shell, tape, main, blocks
-        self.known: set[str] = set()
-        self.after: list[str | None] = []
-        self.groups: dict[str, list[tuple[int, int]]] = {}
-        self.keeps: frozenset[str] = frozenset()
-
-    def forward(self, values: Any) -> Any:
-        # [1] the model's inputs, which other parts of `forward` look at, too
-        tape = self.tape
-        if self.known:
-            inputs = dict(values) if isinstance(values, Mapping) else {self.main: values}
-            if strange := [*filter(lambda name: name not in self.known, inputs)]:
-                raise ValueError(
-                    f"the model is given {', '.join(map(repr, strange))}, which it was not in the "
-                    "sample that layers_of has looked at: give it one that has all inputs"
-                )
-            values = {INPUT + name: x for name, x in inputs.items() if isinstance(x, Tensor)}
-            tensors = [*self.parameters(), *values.values()]
-            tape.like = next((t for t in tensors if t.is_floating_point()), tensors[-1])
-        else:
-            tape.given = [values[name] if name else None for name in self.after]
-            tape.like = next(x for x in tape.given if x is not None)
-            inputs = {n.removeprefix(INPUT): x for n, x in values.items() if n.startswith(INPUT)}
-        # [2] `forward`, until it has called all blocks of the next list
-        tape.calls = []
-        try:
-            result = _result(self.shell(**inputs))
-        except _Reached:
-            pass
-        finally:
-            calls, tape.given, tape.like = tape.calls, [], None
-            tape.calls = []
-        if not self.blocks:
-            return result
-        values |= self._read(calls)
-        return {name: value for name, value in values.items() if name in self.keeps}
-
-    def _read(self, calls: Sequence[Sequence[Any]]) -> Values:
-        """What the stubs were called with, by name."""
-        if len(calls) != self.blocks:
-            raise ValueError(
-                f"{len(calls)} of {self.blocks} blocks were called, and all in the sample: layers "
-                "that are left out by chance cannot be cut, such as by layerdrop; set it to 0"
-            )
-        read = {}
-        for name, places in self.groups.items():
-            first, *others = (calls[block][leaf] for block, leaf in places)
-            if any(other is not first for other in others):
-                raise ValueError(
-                    f"{name!r} is one value in the sample, and several here: give layers_of a "
-                    "sample that shows it, such as one with padding"
-                )
-            if isinstance(first, Tensor):
-                read[name] = first
-        return read
-
-
-class _Tape:
-    """What a layer and the stubs in it tell one another during a forward.
-
-    until  the number of the list whose blocks are called next, if any is
-    given  leaves of the result of the last block of the list before
-    like   a tensor of the right type on the right device
-    calls  the leaves that each block of the next list was called with
-    """
-
-    def __init__(self, until: int) -> None:
-        self.until = until
-        self.given: list[Any] = []
-        self.like: Any = None
-        self.calls: list[list[Any]] = []
-
-
-class _Reached(BaseException):
-    """The last block of the next list was called: `forward` is left."""
-
-
-class _Hollow(nn.Module):
-    """In place of a module whose weights are another layer's: gives the shapes that it gives.
-
-    Their numbers are not: where any of them is read after all, all that follows is nan.
-
-    called  whether the sample called it
-    """
-
-    def __init__(self, module: nn.Module, tape: _Tape, path: str, called: bool) -> None:
-        super().__init__()
-        self.path, self.called = path, called
-        # In a tuple it is no part of this one, and its weights need no memory.
-        self._of = (_cloned(module, on_meta=True),)
-        self.tape = tape
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_of" not in self.__dict__:  # while it is copied
-                raise
-            return getattr(self._of[0], name)  # what `forward` asks of the module itself
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.called:
-            raise ValueError(
-                f"the model calls its {self.path}, which it did not with the sample that layers_of "
-                "has looked at: give it one that has all inputs"
-            )
-        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
-        try:
-            found = self._of[0](*args, **kwargs)
-        except Exception as error:
-            raise _Needed(self.path) from error
-        return pytree.tree_map_only(Tensor, lambda x: _nothing(x.shape, self.tape, x.dtype), found)
-
-
-class _Stub(_Hollow):
-    """In place of a block: says what it was called with, or gives what the real one has given."""
-
-    def __init__(
-        self, block: nn.Module, tape: _Tape, call: "_Call", of_list: int, last: bool
-    ) -> None:
-        super().__init__(block, tape, "", called=True)
-        self.of_list, self.last, self.form = of_list, last, call.result_form
-        self.filled = [isinstance(leaf, Tensor) for leaf in call.result]
-        # What is no tensor is as it was.
-        self.plain = [leaf if isinstance(leaf, PLAIN) else None for leaf in call.leaves]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        of_list, tape = self.of_list, self.tape
-        leaves = pytree.tree_leaves((args, kwargs))
-        if of_list == tape.until:
-            self._compare(leaves)
-            tape.calls.append(leaves)
-            if self.last:
-                raise _Reached
-        if self.last and of_list == tape.until - 1:
-            return _filled(self.form, tape.given)
-        # Hidden states of the right shape.
-        hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        nothing = _nothing(hidden.shape, tape, hidden.dtype)
-        return _filled(self.form, [nothing if fill else None for fill in self.filled])
-
-    def _compare(self, leaves: Sequence[Any]) -> None:
-        """ValueError for another number or text than in the sample: the block has that one."""
-        same = len(leaves) == len(self.plain)
-        for leaf, before in zip(leaves, self.plain, strict=False):
-            same &= before is None or (type(leaf) is type(before) and leaf == before)
-        if not same:
-            raise ValueError(
-                "a block is called with other arguments, or numbers, than in the sample that "
-                "layers_of has looked at: it has to show them, and they must stay"
-            )
-
-
-def _filled(form: Any, leaves: Sequence[Any]) -> Any:
-    return pytree.tree_map(lambda number: leaves[number], form)
-
-
-def _nothing(shape: Sequence[int], tape: _Tape, dtype: torch.dtype) -> Tensor:
-    """A tensor of nan, or of zeros where there is none."""
-    like = tape.like
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype, device=like.device)
-    # The layers may have been brought to another precision since.
-    kind = like.dtype if like.is_floating_point() else dtype
-    return torch.full(shape, torch.nan, dtype=kind, device=like.device)
-
-
 # ---- looking at a model
 
 Place = tuple[int, int]  # a block in its list, and a leaf of its arguments or of its result
-
-
-class _Call(NamedTuple):
-    """One call of a block: leaves of its arguments and of its result; arguments have names.
-
-    A form has the numbers of leaves in their places.
-    """
-
-    names: list[str]
-    leaves: list[Any]
-    form: Any
-    result: list[Any]
-    result_form: Any
 
 
 class _Look:
@@ -329,15 +113,15 @@ class _Look:
     calls  [list][block]
     spans  path of a module -> when each of its calls began and ended
     ends   when the first block of each list began, and the last one ended
-    kept   paths of modules that are there in every layer around blocks
+    kept   modules whose weights more parts need than call them: the part, and the path
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         self.model, self.given = model, given
-        self.kept: set[str] = set()
+        self.kept: set[tuple[int, str]] = set()
         self.spans: dict[str, list[tuple[int, int]]] = {}
-        calls: dict[str, _Call] = {}
-        watched = _cloned(model)  # a module that has two paths is two there
+        calls: dict[str, Call] = {}
+        watched = cloned(model)  # a module that has two paths is two there
         listed = {p: m for p, m in watched.named_modules() if isinstance(m, nn.ModuleList)}
         blocks = {f"{p}.{i}" for p, m in listed.items() for i in range(len(m))}
         clock, begun = iter(range(10**9)), []
@@ -359,7 +143,7 @@ class _Look:
                 forms = (
                     pytree.tree_unflatten(range(of.num_leaves), of) for of in (spec, result_spec)
                 )
-                calls[path] = _Call(names, leaves, next(forms), given_back, next(forms))
+                calls[path] = Call(names, leaves, next(forms), given_back, next(forms))
 
         for path, module in watched.named_modules():
             module.register_forward_pre_hook(
@@ -396,8 +180,8 @@ class _Look:
                 if whole:
                     raise _Uncut(reason)
                 whole = True
-            except _Needed as module:
-                self.kept.add(module.args[0])
+            except Needed as module:
+                self.kept.add(module.module)
             except _Uncut as error:
                 if not error.at or len(self.lists) == 1:
                     raise
@@ -411,9 +195,9 @@ class _Look:
         inputs = {INPUT + name for name, x in self.given.items() if isinstance(x, Tensor)}
         made: list[Any] = []
         for part in range(len(self.lists) + 1):
-            tape = _Tape(part)
+            tape = Tape(part)
             shell, blocks = self._shell(part, tape, whole), [*self.calls, []][part]
-            around = _Around(shell, tape, main, len(blocks))
+            around = Around(shell, tape, main, len(blocks))
             if not made:
                 around.known = set(self.given)
             else:
@@ -428,15 +212,15 @@ class _Look:
         needed: set[str] = set()
         for layer in reversed(made):
             layer.keeps = frozenset(needed)
-            if isinstance(layer, _Block):
+            if isinstance(layer, Block):
                 needed |= {*filter(None, layer.reads)}
             elif layer is not made[0]:
                 needed |= {*filter(None, layer.after)} | inputs
         return made
 
-    def _blocks(self, part: int, around: _Around) -> list[_Block]:
+    def _blocks(self, part: int, around: Around) -> list[Block]:
         """The blocks of a list, and what the layer before them has to find out for them."""
-        made: list[_Block] = []
+        made: list[Block] = []
         known: dict[Any, str] = {}  # a tensor, or the name of an argument that is None -> its name
         path = self.lists[part]
         for k, call in enumerate(self.calls[part]):
@@ -459,10 +243,10 @@ class _Look:
                     reads.append(None)
             if k and not flows:
                 raise _Uncut(f"{path}.{k} is given something else than {path}.{k - 1} gives", path)
-            made.append(_Block(self.model.get_submodule(f"{path}.{k}"), call, reads))
+            made.append(Block(self.model.get_submodule(f"{path}.{k}"), call, reads))
         return made
 
-    def _shell(self, part: int, tape: _Tape, whole: bool) -> nn.Module:
+    def _shell(self, part: int, tape: Tape, whole: bool) -> nn.Module:
         """The model for one part of its `forward`."""
 
         def fill(module: nn.Module, path: str) -> None:
@@ -473,17 +257,17 @@ class _Look:
                     calls = self.calls[of_list := self.lists.index(at)]
                     for k, (block, call) in enumerate(zip(child, calls, strict=True)):
                         last = k == len(calls) - 1
-                        child[k] = _Stub(block, tape, call, of_list, last)
+                        child[k] = Stub(block, tape, call, of_list, last)
                     continue
                 if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or self._spans(at):
                     fill(child, at)
                     continue
                 parts = self._parts(at)  # none, if the sample did not need it
-                kept = parts and (whole or at in self.kept)
+                kept = (whole and parts) or (part, at) in self.kept
                 if part not in parts and not kept and [*child.parameters()]:
-                    module._modules[name] = _Hollow(child, tape, at, bool(parts))
+                    module._modules[name] = Hollow(child, tape, at, bool(parts))
 
-        shell = _cloned(self.model)
+        shell = cloned(self.model)
         fill(shell, "")
         return shell
 
@@ -503,7 +287,7 @@ class _Look:
         }
 
 
-def _where(leaf: Any, calls: Sequence[_Call]) -> Place | None:
+def _where(leaf: Any, calls: Sequence[Call]) -> Place | None:
     """The latest of these calls that gave a tensor, and where in its result it stands."""
     for k, call in reversed([*enumerate(calls)]):
         for i, result in enumerate(call.result):
@@ -523,36 +307,6 @@ def _name_of(key: Any, parameters: Sequence[str]) -> str:
     return base + pytree.keystr(tuple(deeper))
 
 
-def _cloned(module: nn.Module, on_meta: bool = False, configs: Any = None) -> nn.Module:
-    """The same modules in a tree of their own, with the same tensors, or such without memory.
-
-    A configuration becomes one that asks for results with names, and for no cache.
-    """
-    clone, own = object.__new__(type(module)), vars(module).items()
-    clone.__dict__ = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in own}
-    configs = {} if configs is None else configs  # by identity: modules have one together
-    if (config := vars(module).get("config")) is not None:
-        clone.__dict__["config"] = configs.setdefault(id(config), _asking(config))
-    kinds: Any = (clone._parameters, clone._buffers) if on_meta else ()
-    for of_kind in kinds:
-        for name, tensor in of_kind.items():
-            if tensor is not None:
-                bare = tensor.detach().to("meta")
-                of_kind[name] = nn.Parameter(bare) if of_kind is clone._parameters else bare
-    for name, part in module._modules.items():
-        clone._modules[name] = None if part is None else _cloned(part, on_meta, configs)
-    return clone
-
-
-def _asking(config: Any) -> Any:
-    config = copy.deepcopy(config)
-    for part in (config, *vars(config).values()):
-        for name, value in (("use_cache", False), ("return_dict", True)):
-            if isinstance(getattr(part, name, None), bool):
-                setattr(part, name, value)
-    return config
-
-
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
@@ -562,14 +316,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def _result(given: Any) -> Any:
-    """The logits of what a model gives (by name, where there are several), else its first part."""
-    if not isinstance(given, Mapping):
-        return given[0] if isinstance(given, tuple) else given
-    logits = {name: x for name, x in given.items() if name.endswith("logits")}
-    return logits if len(logits) > 1 else next(iter((logits or given).values()))
 
 
 def _sample(model: nn.Module) -> Values:

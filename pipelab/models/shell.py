@@ -1,0 +1,292 @@
+"""The modules that layers of a transformers model are made of: see `pipelab.models.layers`.
+
+A block is called as the model would call it. What stands around blocks is the model's own
+`forward`, in which they are stubs, and what other parts compute is hollow.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Values = dict[str, Tensor]  # what layers hand on, by name
+INPUT = "input "  # begins the names of what the model itself is given
+PLAIN = bool, int, float, str
+
+
+class Call(NamedTuple):
+    """One call of a block: leaves of its arguments and of its result; arguments have names.
+
+    A form has the numbers of leaves in their places.
+    """
+
+    names: list[str]
+    leaves: list[Any]
+    form: Any
+    result: list[Any]
+    result_form: Any
+
+
+class Block(nn.Module):
+    """A block of the model, called as the model would call it.
+
+    reads   leaf by leaf of its arguments, the value's name, or None for a constant
+    writes  leaf by leaf of its result, the name that later layers read it by, or None
+    keeps   the names that later layers read
+    """
+
+    def __init__(self, block: nn.Module, call: "Call", reads: Sequence[str | None]) -> None:
+        super().__init__()
+        self.block, self.form, self.reads = block, call.form, reads
+        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        self.writes: list[str | None] = [None] * len(call.result)
+        self.keeps: frozenset[str] = frozenset()
+
+    def forward(self, values: Values) -> Values:
+        pairs = zip(self.reads, self.constants, strict=True)
+        # A name may be missing: without padding there is no mask.
+        leaves = [values.get(name) if name else constant for name, constant in pairs]
+        args, kwargs = _filled(self.form, leaves)
+        result = pytree.tree_leaves(self.block(*args, **kwargs))
+        written = {name: leaf for name, leaf in zip(self.writes, result, strict=True) if name}
+        return {name: v for name, v in (values | written).items() if name in self.keeps}
+
+
+class Around(nn.Module):
+    """The part of a model's `forward` between two lists of blocks, or before or after all.
+
+    shell   the model, with stubs for its blocks, and for what computes in other parts
+    main    the name of the input that may be given alone
+    known   what the first layer is given: the names of the sample; else nothing
+    blocks  how many there are in the next list
+    after   the name of each leaf of the result of the last block before it
+    groups  a value's name -> the blocks that are called with it, and the leaf of their arguments
+    """
+
+    def __init__(self, shell: nn.Module, tape: "Tape", main: str, blocks: int) -> None:
+        super().__init__()
+        self.shell, self.tape, self.main, self.blocks = shell, tape, main, blocks
+        self.known: set[str] = set()
+        self.after: list[str | None] = []
+        self.groups: dict[str, list[tuple[int, int]]] = {}
+        self.keeps: frozenset[str] = frozenset()
+
+    def forward(self, values: Any) -> Any:
+        # [1] the model's inputs, which other parts of `forward` look at, too
+        tape = self.tape
+        if self.known:
+            inputs = dict(values) if isinstance(values, Mapping) else {self.main: values}
+            if strange := [*filter(lambda name: name not in self.known, inputs)]:
+                raise ValueError(
+                    f"the model is given {', '.join(map(repr, strange))}, which it was not in the "
+                    "sample that layers_of has looked at: give it one that has all inputs"
+                )
+            values = {INPUT + name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+            tensors = [*self.parameters(), *values.values()]
+            tape.like = next((t for t in tensors if t.is_floating_point()), tensors[-1])
+        else:
+            tape.given = [values[name] if name else None for name in self.after]
+            tape.like = next(x for x in tape.given if x is not None)
+            inputs = {n.removeprefix(INPUT): x for n, x in values.items() if n.startswith(INPUT)}
+        # [2] `forward`, until it has called all blocks of the next list
+        tape.calls, tape.used = [], bool(self.known)
+        try:
+            result = result_of(self.shell(**inputs))
+        except Reached:
+            pass
+        finally:
+            calls, tape.given, tape.like = tape.calls, [], None
+            tape.calls = []
+        if len(calls) != self.blocks or not tape.used:
+            raise ValueError(
+                "not all blocks are called, as they were in the sample: layers left out by chance "
+                "cannot be cut; set their probability (layerdrop) to 0"
+            )
+        if not self.blocks:
+            return result
+        values |= self._read(calls)
+        return {name: value for name, value in values.items() if name in self.keeps}
+
+    def _read(self, calls: Sequence[Sequence[Any]]) -> Values:
+        """What the stubs were called with, by name."""
+        read = {}
+        for name, places in self.groups.items():
+            first, *others = (calls[block][leaf] for block, leaf in places)
+            if any(other is not first for other in others):
+                raise ValueError(
+                    f"{name!r} is one value in the sample, and several here: give layers_of a "
+                    "sample that shows it, such as one with padding"
+                )
+            if isinstance(first, Tensor):
+                read[name] = first
+        return read
+
+
+class Tape:
+    """What a layer and the stubs in it tell one another during a forward.
+
+    until  the number of the list whose blocks are called next, if any is
+    given  leaves of the result of the last block of the list before
+    like   a tensor of the right type on the right device
+    used   whether it was asked for
+    calls  the leaves that each block of the next list was called with
+    """
+
+    def __init__(self, until: int) -> None:
+        self.until = until
+        self.given: list[Any] = []
+        self.used = False
+        self.like: Any = None
+        self.calls: list[list[Any]] = []
+
+
+class Reached(BaseException):
+    """The last block of the next list was called: `forward` is left."""
+
+
+class Hollow(nn.Module):
+    """In place of a module whose weights are another layer's: gives the shapes that it gives.
+
+    Their numbers are not: where any of them is read after all, all that follows is nan.
+
+    called  whether the sample called it
+    """
+
+    def __init__(self, module: nn.Module, tape: Tape, path: str, called: bool) -> None:
+        super().__init__()
+        self.path, self.called = path, called
+        # In a tuple it is no part of this one, and its weights need no memory.
+        self._of = (cloned(module, on_meta=True),)
+        self.tape = tape
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_of" not in self.__dict__:  # while it is copied
+                raise
+            found = getattr(self._of[0], name)  # what `forward` asks of the module itself
+            if self.path and isinstance(found, nn.Parameter):
+                raise Needed(self.tape.until, self.path) from None
+            return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.called:
+            raise ValueError(
+                f"the model calls its {self.path}, which it did not with the sample that layers_of "
+                "has looked at: give it one that has all inputs"
+            )
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+        try:
+            found = self._of[0](*args, **kwargs)
+        except Exception as error:
+            raise Needed(self.tape.until, self.path) from error
+        return pytree.tree_map_only(Tensor, lambda x: _nothing(x.shape, self.tape, x.dtype), found)
+
+
+class Stub(Hollow):
+    """In place of a block: says what it was called with, or gives what the real one has given."""
+
+    def __init__(
+        self, block: nn.Module, tape: Tape, call: "Call", of_list: int, last: bool
+    ) -> None:
+        super().__init__(block, tape, "", called=True)
+        self.of_list, self.last, self.form = of_list, last, call.result_form
+        self.result = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in call.result]
+        # What is no tensor is as it was.
+        plain = (leaf if isinstance(leaf, PLAIN) else None for leaf in call.leaves)
+        self.before = [*zip(call.names, plain, strict=True)]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        of_list, tape = self.of_list, self.tape
+        leaves = pytree.tree_leaves((args, kwargs))
+        if of_list == tape.until:
+            self._compare(leaves)
+            tape.calls.append(leaves)
+            if self.last:
+                raise Reached
+        if self.last and of_list == tape.until - 1:
+            tape.used = True
+            return _filled(self.form, tape.given)
+        # Hidden states of the right shape.
+        hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        nothing = _nothing(hidden.shape, tape, hidden.dtype)
+        return _filled(self.form, [nothing if leaf is Tensor else leaf for leaf in self.result])
+
+    def _compare(self, leaves: Sequence[Any]) -> None:
+        """ValueError for another number or text than in the sample: the block has that one."""
+        now: Any = [*leaves, *[None] * len(self.before)]
+        for leaf, (name, before) in zip(now, self.before, strict=False):
+            if before is not None and (type(leaf) is not type(before) or leaf != before):
+                raise ValueError(
+                    f"a block is called with {name}={leaf!r}, and was with {before!r} in the "
+                    "sample of layers_of: what is no tensor must stay as it is there"
+                )
+        if len(leaves) != len(self.before):
+            raise ValueError(
+                "a block is called with other arguments than in the sample that layers_of has "
+                "looked at: give it one that has all inputs"
+            )
+
+
+def _filled(form: Any, leaves: Sequence[Any]) -> Any:
+    return pytree.tree_map(lambda number: leaves[number], form)
+
+
+def _nothing(shape: Sequence[int], tape: Tape, dtype: torch.dtype) -> Tensor:
+    """A tensor of nan, or of zeros where there is none."""
+    like = tape.like
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+    # The layers may have been brought to another precision since.
+    kind = like.dtype if like.is_floating_point() else dtype
+    return torch.full(shape, torch.nan, dtype=kind, device=like.device)
+
+
+class Needed(Exception):
+    """A part of `forward` needs the weights of a module."""
+
+    def __init__(self, part: int, path: str) -> None:
+        super().__init__(f"part {part} of the model needs {path}, which it did not in the sample")
+        self.module = part, path
+
+
+def cloned(module: nn.Module, on_meta: bool = False, configs: Any = None) -> nn.Module:
+    """The same modules in a tree of their own, with the same tensors, or such without memory.
+
+    A configuration becomes one that asks for results with names, and for no cache.
+    """
+    clone, own = object.__new__(type(module)), vars(module).items()
+    clone.__dict__ = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in own}
+    configs = {} if configs is None else configs  # by identity: modules have one together
+    if (config := vars(module).get("config")) is not None:
+        clone.__dict__["config"] = configs.setdefault(id(config), _asking(config))
+    kinds: Any = (clone._parameters, clone._buffers) if on_meta else ()
+    for of_kind in kinds:
+        for name, tensor in of_kind.items():
+            if tensor is not None:
+                bare = tensor.detach().to("meta")
+                of_kind[name] = nn.Parameter(bare) if of_kind is clone._parameters else bare
+    for name, part in module._modules.items():
+        clone._modules[name] = None if part is None else cloned(part, on_meta, configs)
+    return clone
+
+
+def _asking(config: Any) -> Any:
+    config = copy.deepcopy(config)
+    for part in (config, *vars(config).values()):
+        for name, value in (("use_cache", False), ("return_dict", True)):
+            if isinstance(getattr(part, name, None), bool):
+                setattr(part, name, value)
+    return config
+
+
+def result_of(given: Any) -> Any:
+    """The logits of what a model gives (by name, where there are several), else its first part."""
+    if not isinstance(given, Mapping):
+        return given[0] if isinstance(given, tuple) else given
+    logits = {name: x for name, x in given.items() if name.endswith("logits")}
+    return logits if len(logits) > 1 else next(iter((logits or given).values()))
