@@ -259,6 +259,7 @@ def together(layers, found):
         (nn.Linear(4, 4), True, "it calls no two blocks of an nn.ModuleList one after another"),
         (Glued(), False, "no inputs are known of a Glued: give layers_of a sample"),
     ],
+    ids=["glued", "turns", "no blocks", "no sample"],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(model, sample, reason):
     given = {"x" if isinstance(model, Glued) else "input": torch.randn(3, 4)} if sample else None

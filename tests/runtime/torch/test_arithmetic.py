@@ -89,7 +89,9 @@ def room(request, monkeypatch):
 
 @pytest.mark.parametrize("schedule", [("gpipe", 2, 4), ("pipedream", 2, 4)], ids=str)
 @pytest.mark.parametrize(
-    "then", [noise, rrelu, drawn_into, masked, inner_gradient, Normed()], ids=str
+    "then",
+    [noise, rrelu, drawn_into, masked, inner_gradient, Normed()],
+    ids=lambda then: getattr(then, "__name__", "normed"),
 )
 def test_right_runs_pass_and_wrong_ones_fail(then, schedule, room):
     assert checked(then, 1.0, schedule).passed
