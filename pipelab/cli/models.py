@@ -60,13 +60,19 @@ def small_model(
         from pipelab.models import data
         from pipelab.models.gpt2 import gpt2, next_token_loss
 
-        loss, blocks, tokens = next_token_loss, (count or max(6, schedule.stages + 2)) - 2, None
+        loss, blocks = next_token_loss, (count or max(6, schedule.stages + 2)) - 2
+        tokens, length = None, 32
         if model == "gpt2":
-            layers = gpt2(vocabulary=1024, length=32, width=64, blocks=blocks, dropout=dropout)
+            layers = gpt2(vocabulary=1024, length=length, width=64, blocks=blocks, dropout=dropout)
         else:
-            layers, tokens, _ = language_model(model)
+            if dropout:
+                raise ValueError(
+                    f"--dropout is of mlp and gpt2: {model} says this of its own model"
+                )
+            layers, tokens, most = language_model(model)
+            length = min(length, most)
         tokens = data.corpus(1024).tokens if tokens is None else tokens
-        batches = data.batches(tokens, schedule.batches, size, 32, seed)
+        batches = data.batches(tokens, schedule.batches, size, length, seed)
     stages = into_stages(layers, schedule, balance, batches[0], loss, replicas=replicas)
     return stages, batches, loss, partial(torch.optim.SGD, lr=0.05)
 
@@ -97,6 +103,11 @@ def language_model(folder: str) -> tuple[list, Any, int]:
         )
     else:
         tokens = data.corpus(min(config.vocab_size, 8192)).tokens
+    if tokens.max() >= config.vocab_size:
+        raise ValueError(
+            f"{folder}: its tokenizer gives token {tokens.max()}, and its model has "
+            f"{config.vocab_size} tokens"
+        )
     return layers_of(model), tokens, getattr(config, "max_position_embeddings", 2**20)
 
 

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from pipelab.models.gpt2 import PADDING
+from pipelab.models.losses import PADDING
 
 END = "<|endoftext|>"  # GPT-2's
 MOST = 2**28  # tokens of all batches: 2 GiB

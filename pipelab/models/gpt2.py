@@ -65,7 +65,7 @@ def gpt2(
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     if pretrained:
         with loading(pretrained):
-            model = GPT2LMHeadModel.from_pretrained(pretrained, **rates)
+            model = GPT2LMHeadModel.from_pretrained(pretrained, **rates).train()
     else:
         config = GPT2Config(
             vocab_size=vocabulary,

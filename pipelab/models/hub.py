@@ -46,8 +46,9 @@ def loading(name: str) -> Iterator[None]:
 def language_model(folder: str) -> nn.Module:
     """A causal language model as transformers saves it; of a config alone with random weights."""
     with loading(folder):
-        if any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin")):
-            return AutoModelForCausalLM.from_pretrained(folder)
+        kinds = "model*.safetensors", "pytorch_model*.bin"
+        if any(file for kind in kinds for file in Path(folder).glob(kind)):
+            return AutoModelForCausalLM.from_pretrained(folder).train()
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.models.shell import (
     INPUT,
+    PLAIN,
     Around,
     Block,
     Call,
@@ -139,11 +140,8 @@ class _Look:
                 pairs, spec = flat
                 names = [_name_of(key, parameters) for key, _ in pairs]
                 leaves = [leaf for _, leaf in pairs]
-                given_back, result_spec = pytree.tree_flatten(result)
-                forms = (
-                    pytree.tree_unflatten(range(of.num_leaves), of) for of in (spec, result_spec)
-                )
-                calls[path] = Call(names, leaves, next(forms), given_back, next(forms))
+                results, result_spec = pytree.tree_flatten(result)
+                calls[path] = Call(names, leaves, _form(spec), results, _form(result_spec))
 
         for path, module in watched.named_modules():
             module.register_forward_pre_hook(
@@ -239,8 +237,13 @@ class _Look:
                         known[key] = f"{path} {name}" + (f" #{same + 1}" if same else "")
                     reads.append(known[key])
                     around.groups.setdefault(known[key], []).append((k, place))
-                else:
+                elif isinstance(leaf, PLAIN):
                     reads.append(None)
+                else:
+                    kind = type(leaf).__name__
+                    raise _Uncut(
+                        f"{path}.{k} is called with {name}, a {kind} that may change", path
+                    )
             if k and not flows:
                 raise _Uncut(f"{path}.{k} is given something else than {path}.{k - 1} gives", path)
             made.append(Block(self.model.get_submodule(f"{path}.{k}"), call, reads))
@@ -259,7 +262,7 @@ class _Look:
                         last = k == len(calls) - 1
                         child[k] = Stub(block, tape, call, of_list, last)
                     continue
-                if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or self._spans(at):
+                if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or self._holds_blocks(at):
                     fill(child, at)
                     continue
                 parts = self._parts(at)  # none, if the sample did not need it
@@ -271,7 +274,7 @@ class _Look:
         fill(shell, "")
         return shell
 
-    def _spans(self, path: str) -> bool:
+    def _holds_blocks(self, path: str) -> bool:
         """Whether blocks stand in a module, or are called while it is."""
         return any(of_list.startswith(f"{path}.") for of_list in self.lists) or any(
             begin < first < end for begin, end in self.spans.get(path, ()) for first, _ in self.ends
@@ -296,14 +299,18 @@ def _where(leaf: Any, calls: Sequence[Call]) -> Place | None:
     return None
 
 
+def _form(spec: Any) -> Any:
+    return pytree.tree_unflatten(range(spec.num_leaves), spec)
+
+
 def _result_name(of_list: int, block: int, leaf: int) -> str:
     return f"result {leaf} of block {block} of list {of_list}"
 
 
 def _name_of(key: Any, parameters: Sequence[str]) -> str:
     """What an argument of a call is called, such as attention_mask or position_embeddings[0]."""
-    kind, name, *deeper = key
-    base = name.key if kind.idx else parameters[min(name.idx, len(parameters) - 1)]
+    position, name, *deeper = key
+    base = name.key if position.idx else parameters[min(name.idx, len(parameters) - 1)]
     return base + pytree.keystr(tuple(deeper))
 
 

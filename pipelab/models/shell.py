@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 Values = dict[str, Tensor]  # what layers hand on, by name
 INPUT = "input "  # begins the names of what the model itself is given
-PLAIN = bool, int, float, str
+PLAIN = int, float, str, torch.dtype, torch.device
 
 
 class Call(NamedTuple):
@@ -107,8 +107,8 @@ class Around(nn.Module):
             )
         if not self.blocks:
             return result
-        values |= self._read(calls)
-        return {name: value for name, value in values.items() if name in self.keeps}
+        handed = values | self._read(calls)
+        return {name: value for name, value in handed.items() if name in self.keeps}
 
     def _read(self, calls: Sequence[Sequence[Any]]) -> Values:
         """What the stubs were called with, by name."""
@@ -131,7 +131,7 @@ class Tape:
     until  the number of the list whose blocks are called next, if any is
     given  leaves of the result of the last block of the list before
     like   a tensor of the right type on the right device
-    used   whether it was asked for
+    used   whether the stub of the last block before was called
     calls  the leaves that each block of the next list was called with
     """
 
@@ -150,7 +150,7 @@ class Reached(BaseException):
 class Hollow(nn.Module):
     """In place of a module whose weights are another layer's: gives the shapes that it gives.
 
-    Their numbers are not: where any of them is read after all, all that follows is nan.
+    The numbers are placeholders: nan, so that one that is read after all shows; zeros of integers.
 
     called  whether the sample called it
     """
@@ -199,12 +199,13 @@ class Stub(Hollow):
         # What is no tensor is as it was.
         plain = (leaf if isinstance(leaf, PLAIN) else None for leaf in call.leaves)
         self.before = [*zip(call.names, plain, strict=True)]
+        self.names = len(call.form[0]), [*call.form[1]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         of_list, tape = self.of_list, self.tape
         leaves = pytree.tree_leaves((args, kwargs))
         if of_list == tape.until:
-            self._compare(leaves)
+            self._compare((len(args), [*kwargs]), leaves)
             tape.calls.append(leaves)
             if self.last:
                 raise Reached
@@ -216,20 +217,19 @@ class Stub(Hollow):
         nothing = _nothing(hidden.shape, tape, hidden.dtype)
         return _filled(self.form, [nothing if leaf is Tensor else leaf for leaf in self.result])
 
-    def _compare(self, leaves: Sequence[Any]) -> None:
-        """ValueError for another number or text than in the sample: the block has that one."""
-        now: Any = [*leaves, *[None] * len(self.before)]
-        for leaf, (name, before) in zip(now, self.before, strict=False):
+    def _compare(self, names: Any, leaves: Sequence[Any]) -> None:
+        """ValueError if a number or text differs from the sample's, which the block keeps."""
+        if names != self.names or len(leaves) != len(self.before):
+            raise ValueError(
+                "a block is called with other arguments than in the sample that layers_of has "
+                "looked at: give it one that has all inputs"
+            )
+        for leaf, (name, before) in zip(leaves, self.before, strict=True):
             if before is not None and (type(leaf) is not type(before) or leaf != before):
                 raise ValueError(
                     f"a block is called with {name}={leaf!r}, and was with {before!r} in the "
                     "sample of layers_of: what is no tensor must stay as it is there"
                 )
-        if len(leaves) != len(self.before):
-            raise ValueError(
-                "a block is called with other arguments than in the sample that layers_of has "
-                "looked at: give it one that has all inputs"
-            )
 
 
 def _filled(form: Any, leaves: Sequence[Any]) -> Any:
@@ -237,7 +237,7 @@ def _filled(form: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _nothing(shape: Sequence[int], tape: Tape, dtype: torch.dtype) -> Tensor:
-    """A tensor of nan, or of zeros where there is none."""
+    """Full of nan, or of zeros for integers."""
     like = tape.like
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype, device=like.device)
@@ -263,16 +263,22 @@ def cloned(module: nn.Module, on_meta: bool = False, configs: Any = None) -> nn.
     clone.__dict__ = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in own}
     configs = {} if configs is None else configs  # by identity: modules have one together
     if (config := vars(module).get("config")) is not None:
-        clone.__dict__["config"] = configs.setdefault(id(config), _asking(config))
+        if id(config) not in configs:
+            configs[id(config)] = _asking(config)
+        clone.__dict__["config"] = configs[id(config)]
     kinds: Any = (clone._parameters, clone._buffers) if on_meta else ()
     for of_kind in kinds:
         for name, tensor in of_kind.items():
             if tensor is not None:
                 bare = tensor.detach().to("meta")
-                of_kind[name] = nn.Parameter(bare) if of_kind is clone._parameters else bare
+                of_kind[name] = _like(tensor, bare)
     for name, part in module._modules.items():
         clone._modules[name] = None if part is None else cloned(part, on_meta, configs)
     return clone
+
+
+def _like(tensor: Tensor, bare: Tensor) -> Tensor:
+    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
 def _asking(config: Any) -> Any:

@@ -96,7 +96,7 @@ class Wing(ABC):
 
     def free(self) -> float:
         """Bytes that can still be taken where the check computes; inf if that is not known."""
-        with suppress(OSError, ValueError):  # of the host: Linux tells
+        with suppress(OSError, ValueError, KeyError):  # of the host: Linux tells
             lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
             return 1024 * float(lines["MemAvailable"].removesuffix("kB"))
         return inf
@@ -104,8 +104,8 @@ class Wing(ABC):
     def needed(self, updates: int) -> int:
         """Bytes that a check of so many updates takes beside what forwards keep.
 
-        As many as a weight has for each update's gradient and new weight, and for the reference's
-        weights, gradient and two moments; of the one in float64 8 for weights and gradient each. In
+        A weight's own for its gradient and its new value in each update, and four times that for
+        the reference's weight, gradient and two moments; 16 for float64's weight and gradient. In
         float32 that is 48 a weight for two updates, as benchmarks/checked.md measured.
         """
         size, count = self.size()

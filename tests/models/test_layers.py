@@ -245,6 +245,28 @@ def test_other_numbers_than_in_the_sample_are_told_of():
         together(layers, {"x": torch.ones(5, 4)})
 
 
+def test_what_is_no_tensor_and_no_number_is_refused():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Taking(), Taking()])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, {1, 2})
+            return x
+
+    class Taking(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+
+        def forward(self, x, which):
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match=r"blocks\.0 is called with which, a set that may change"):
+        layers_of(Outer(), {"x": torch.ones(3, 4)})
+
+
 def together(layers, found):
     for layer in layers:
         found = layer(found)

@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 BESIDES = {  # torch and Python
     "with_deepspeed": {"deepspeed", "transformers"},
     "with_pipelab": {"pipelab", "argparse", "os", "pathlib"},
+    "finetune": {"pipelab", "argparse", "itertools", "os", "pathlib", "transformers"},
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -71,6 +73,22 @@ def test_with_pipelab_goes_on_from_its_checkpoints(ranks, tmp_path, monkeypatch,
     assert "step 11: Check passed" in said
     assert losses_of(said)[-1] < 6.2  # of 1,024 tokens it knows nothing at 6.9
     assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000020"]
+
+
+def test_finetune_goes_on_bit_for_bit(tmp_path, monkeypatch, capsys):
+    """From the checkpoint after the first 15 steps, as if it had been killed there."""
+    script, models = FOLDER / "finetune.py", []
+    for folder in (tmp_path / "whole", tmp_path / "resumed"):
+        monkeypatch.setattr(sys, "argv", [str(script), "--steps=17", "--folder", str(folder)])
+        runpy.run_path(str(script), run_name="__main__")
+        models.append((folder / "model" / "model.safetensors").read_bytes())
+        if not (tmp_path / "resumed").exists():
+            shutil.copytree(folder / "step_000015", tmp_path / "resumed" / "step_000015")
+    assert models[0] == models[1]
+    said = capsys.readouterr().out
+    assert "step 1: loss" in said and said.count("Check passed") == 2
+    held_out = [float(loss) for loss in re.findall(r"step \d+: held out ([\d.]+)", said)]
+    assert held_out[0] > held_out[1] == held_out[2]
 
 
 @pytest.mark.thorough

@@ -61,7 +61,8 @@ class TorchArithmetic(reference.Arithmetic):
             for module in self.replicas.modules():
                 if isinstance(module, nn.RMSNorm) and module.eps is None:
                     # Without one it is that of the type it computes in, float32 at the least.
-                    fine = self._of_weights is torch.float64
+                    own = next((p.dtype for p in module.parameters()), self._of_weights)
+                    fine = own is torch.float64
                     module.eps = torch.finfo(torch.float64 if fine else torch.float32).eps
             for tensor in (*self.replicas.parameters(), *self.replicas.buffers()):
                 tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
@@ -247,7 +248,10 @@ class TorchArithmetic(reference.Arithmetic):
         return mean, float(samples_of((piece.x, piece.y), TREES) if count is None else count)
 
     def _again(self, stage: nn.Module, x: Any) -> Any:
-        """A forward that keeps its input alone, and is computed again for its backward."""
+        """A forward that keeps its input alone, and is computed again for its backward.
+
+        That is after the contexts of `_forward` have ended.
+        """
 
         def forward(x: Any) -> Any:
             with plain_attention() if self.wide else nullcontext(), self._draws:
