@@ -89,7 +89,7 @@ def language_model(folder: str) -> tuple[list, Any, int]:
     if not Path(folder).is_dir():
         raise ValueError(
             f"model {folder!r}: give gpt2, or a folder of a causal language model as transformers "
-            "saves it (or with its config alone)"
+            "saves it, or with its config alone (run and compare: mlp, too)"
         )
     model: Any = hub.language_model(folder)
     config = model.config.get_text_config()

@@ -211,7 +211,6 @@ def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, mon
         "simulate gpipe --devices x",
         "simulate gpipe --devices -1 --microbatches 8",
         "simulate gpipe --devices 4 --microbatches 0",
-        "run gpipe --model nothing",
         "run gpipe --dropout nan",
         "run gpipe --dropout 1",
         "run gpipe --dropout -0.1",

@@ -13,7 +13,8 @@ import torch
 from gpu import measured, ranks
 from gpu import report as gpu
 from gpu.cases import CASES
-from gpu.measured import Model, Place, Sizes, peak_together, peaks
+from gpu.measured import Model, Place, Sizes
+from gpu.memory import peak_together, peaks
 from pipelab import Costs, simulate
 from pipelab.predict.memory import Memory, MemoryStep
 from pipelab.runtime.torch import device, groups
@@ -42,7 +43,8 @@ def test_workers_keep_their_streams():
 
 @pytest.mark.gpu
 def test_memory_is_torchs_own_count():
-    ours, torchs, _ = peaks(Model(Place(GPU, Sizes(2048, 1024, 1.0), 60)), 1)
+    model = Model(Place(GPU, Sizes(2048, 1024, 1.0), 60))
+    ours, torchs, _ = peaks(lambda: model.run(model.table("gpipe", 1), [GPU]), torch.device(GPU))
     assert ours == pytest.approx(torchs, rel=0.05)
 
 
