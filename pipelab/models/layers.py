@@ -169,11 +169,12 @@ class _Look:
         """The layers that give what is expected. _Uncut if there are none."""
         # At first without what is seldom needed: what blocks give beside their hidden states,
         # and weights of modules whose part of `forward` is another layer's.
-        whole = False
+        whole, reasons = False, []
         while True:
             try:
                 layers = self.layers(whole)
                 if not (reason := _differs(layers, self.given, expected)):
+                    self._check_draws(whole)
                     return layers
                 if whole:
                     raise _Uncut(reason)
@@ -181,10 +182,23 @@ class _Look:
             except Needed as module:
                 self.kept.add(module.module)
             except _Uncut as error:
+                reasons.append(str(error))
                 if not error.at or len(self.lists) == 1:
-                    raise
+                    raise _Uncut("; ".join(reasons)) from None
                 which = self.lists.index(error.at)  # it is a part of what stands around the others
                 del self.lists[which], self.calls[which], self.ends[which]
+
+    def _check_draws(self, whole: bool) -> None:
+        """_Uncut if a part may read what another one has drawn at random, and draws it anew."""
+        outside = {path: m for path, m in self.model.named_modules() if not self._in_blocks(path)}
+        again = [path for _, path in self.kept]
+        for path, module in outside.items():
+            twice = whole or any(f"{path}.".startswith(f"{at}.") for at in again)
+            if twice and isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+                raise _Uncut(
+                    f"what comes after its blocks reads what comes before them, and {path} would "
+                    "draw anew there; set its dropout to 0"
+                )
 
     def layers(self, whole: bool) -> list[nn.Module]:
         """The layers; `whole`: each with all that might be needed."""
@@ -273,6 +287,9 @@ class _Look:
         shell = cloned(self.model)
         fill(shell, "")
         return shell
+
+    def _in_blocks(self, path: str) -> bool:
+        return any(path.startswith(f"{of_list}.") for of_list in self.lists)
 
     def _holds_blocks(self, path: str) -> bool:
         """Whether blocks stand in a module, or are called while it is."""

@@ -523,7 +523,10 @@ def test_a_folder_of_a_language_model(monkeypatch, capsys, tmp_path):
     [
         ("train gtp2", "model 'gtp2': give gpt2, or a folder of a causal language model"),
         ("run gpipe --devices 2 --microbatches 2 --model no", "(run and compare: mlp, too)"),
-        ("run gpipe --devices 2 --microbatches 2 --model {folder} --dropout 0.1", "of its own model"),
+        (
+            "run gpipe --devices 2 --microbatches 2 --model {folder} --dropout 0.1",
+            "of its own model",
+        ),
         ("train {folder} --tied", "--tied is of gpt2: the folder"),
         ("train {folder} --length 65", "--length 65: this model has 64 positions"),
         ("run gpipe --devices 2 --microbatches 2 --model {small}", "a vocabulary of 64: text in"),

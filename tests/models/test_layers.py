@@ -158,9 +158,9 @@ class Glued(nn.Module):
 
     main_input_name = "x"
 
-    def __init__(self, change=0.0, turns=1, gate=None, least=None, drop=0.0):
+    def __init__(self, change=0.0, turns=1, gate=None, least=None, drop=0.0, rate=0.0):
         super().__init__()
-        self.first = nn.Linear(4, 4)
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate))
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.change, self.turns, self.least, self.drop = change, turns, least, drop
         self.gate = None if gate is None else nn.Parameter(torch.tensor(gate))
@@ -278,10 +278,11 @@ def together(layers, found):
     [
         (Glued(change=1.0), True, r"blocks\.1 is given something else than blocks\.0 gives"),
         (Glued(turns=2), True, "the blocks of blocks are not called once each, in their order"),
+        (Glued(gate=0.0, rate=0.1), True, r"first\.1 would draw anew there; set its dropout to 0"),
         (nn.Linear(4, 4), True, "it calls no two blocks of an nn.ModuleList one after another"),
         (Glued(), False, "no inputs are known of a Glued: give layers_of a sample"),
     ],
-    ids=["glued", "turns", "no blocks", "no sample"],
+    ids=["glued", "turns", "drawn", "no blocks", "no sample"],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(model, sample, reason):
     given = {"x" if isinstance(model, Glued) else "input": torch.randn(3, 4)} if sample else None
