@@ -38,6 +38,7 @@ torch.manual_seed(0)
 sizes = dict(vocab_size=1024, hidden_size=64, intermediate_size=160, num_hidden_layers=6)
 config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
 model = AutoModelForCausalLM.from_pretrained(options.model) if options.model else LlamaForCausalLM(config)
+model.train()  # a loaded one is in evaluation mode
 layers = layers_of(model)
 stages = split(layers, uniform(len(layers), devices))
 
@@ -47,7 +48,6 @@ passages = [{"input_ids": text.tokens[32 * i : 32 * i + 8 + 5 * i % 25]} for i i
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, pad_token="<|endoftext|>")
 collate, order = DataCollatorForLanguageModeling(tokenizer, mlm=False), torch.Generator()
 loader = DataLoader(passages[32:], batch_size=32, shuffle=True, generator=order, collate_fn=collate)
-held_out = [collate(passages[:32])]
 
 
 # [3] The optimizer of a stage: no decay for norms and biases; warm-up, then a cosine.
@@ -70,7 +70,7 @@ with pipelab.Trainer(schedule, stages, causal_loss, adamw, clip=1.0, resume=last
         for step in trainer.fit(islice(loader, done, None), min(20, options.steps - trainer.number)):
             if first and (step.check or step.number % 10 == 0):
                 print(f"step {step.number}: loss {step.loss:.3f}", step.check or "")
-        (loss,) = trainer.evaluate(held_out)
+        (loss,) = trainer.evaluate([collate(passages[:32])])  # held out
         trainer.save(options.folder / f"step_{trainer.number:06}")
         if first:
             print(f"step {trainer.number}: held out {loss:.3f}")

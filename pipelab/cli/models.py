@@ -67,7 +67,7 @@ def small_model(
         else:
             if dropout:
                 raise ValueError(
-                    f"--dropout is of mlp and gpt2: {model} says this of its own model"
+                    f"--dropout is for mlp and gpt2: the config in {model} has its own"
                 )
             layers, tokens, most = language_model(model)
             length = min(length, most)
@@ -82,8 +82,6 @@ def language_model(folder: str) -> tuple[list, Any, int]:
 
     Tokens by the folder's tokenizer, if it has one.
     """
-    from transformers import AutoTokenizer
-
     from pipelab.models import data, hub, layers_of
 
     if not Path(folder).is_dir():
@@ -94,8 +92,7 @@ def language_model(folder: str) -> tuple[list, Any, int]:
     model: Any = hub.language_model(folder)
     config = model.config.get_text_config()
     if any(Path(folder).glob("tokenizer*.json")):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokens = tokenizer(data.text(), return_tensors="pt")["input_ids"][0]
+        tokens = hub.tokens_of(data.text(), folder)
     elif config.vocab_size < SMALLEST:
         raise ValueError(
             f"{folder} has no tokenizer, and a vocabulary of {config.vocab_size}: text in bytes "
@@ -217,8 +214,8 @@ class Training:
         from pipelab.models.losses import next_token_loss
 
         torch.manual_seed(self.seed)
-        made = self._gpt2() if name == "gpt2" else self._folder(name)
-        layers, tokens, usual, most = made
+        found = self._gpt2() if name == "gpt2" else self._folder(name)
+        layers, tokens, usual, most = found
         length = self.length or usual
         if length > most:
             raise ValueError(
@@ -231,7 +228,7 @@ class Training:
         given = {"--size": self.size != "narrow", "--pretrained": self.pretrained}
         given |= {"--tied": self.tied, "--dropout": self.dropout}
         for option in (option for option, is_given in given.items() if is_given):
-            raise ValueError(f"{option} is of gpt2: the folder {name} says this of its own model")
+            raise ValueError(f"{option} is for gpt2: the config in {name} has its own")
         layers, tokens, most = language_model(name)
         return layers, tokens, min(most, 128), most
 
@@ -247,14 +244,8 @@ class Training:
 
     def _tokens(self, vocabulary: int) -> Any:
         """The text in tokens; those of the published weights, if there are any."""
-        from pipelab.models import data
+        from pipelab.models import data, hub
 
-        if not self.pretrained:
-            return data.corpus(vocabulary).tokens
-        from transformers import AutoTokenizer
-
-        from pipelab.models.hub import loading
-
-        with loading(self.pretrained):
-            tokenizer = AutoTokenizer.from_pretrained(self.pretrained)
-        return tokenizer(data.text(), return_tensors="pt")["input_ids"][0]
+        if self.pretrained:
+            return hub.tokens_of(data.text(), self.pretrained)
+        return data.corpus(vocabulary).tokens

@@ -8,8 +8,8 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from huggingface_hub import constants
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 PATIENCE = 5.0  # seconds for the hub to answer
@@ -50,6 +50,13 @@ def language_model(folder: str) -> nn.Module:
         if any(file for kind in kinds for file in Path(folder).glob(kind)):
             return AutoModelForCausalLM.from_pretrained(folder).train()
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def tokens_of(text: str, name: str) -> Tensor:
+    """A text in the tokens of a model's own tokenizer: (count,)."""
+    with loading(name):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    return tokenizer(text, return_tensors="pt")["input_ids"][0]
 
 
 def _answers() -> bool:

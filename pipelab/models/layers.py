@@ -8,6 +8,7 @@ blocks are called with, and what that comes from. What stands around the blocks 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class _Look:
     calls  [list][block]
     spans  path of a module -> when each of its calls began and ended
     ends   when the first block of each list began, and the last one ended
-    kept   modules whose weights more parts need than call them: the part, and the path
+    kept   (part, path) of modules whose weights a part needs without calling them
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Any]) -> None:
@@ -125,7 +126,7 @@ class _Look:
         watched = cloned(model)  # a module that has two paths is two there
         listed = {p: m for p, m in watched.named_modules() if isinstance(m, nn.ModuleList)}
         blocks = {f"{p}.{i}" for p, m in listed.items() for i in range(len(m))}
-        clock, begun = iter(range(10**9)), []
+        clock, begun = count(), []
 
         def before(path: str, args: Any, kwargs: Any) -> None:
             # The arguments as they are now: a block may write into them.
@@ -190,11 +191,11 @@ class _Look:
 
     def _check_draws(self, whole: bool) -> None:
         """_Uncut if a part may read what another one has drawn at random, and draws it anew."""
-        outside = {path: m for path, m in self.model.named_modules() if not self._in_blocks(path)}
-        again = [path for _, path in self.kept]
-        for path, module in outside.items():
-            twice = whole or any(f"{path}.".startswith(f"{at}.") for at in again)
-            if twice and isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+        for path, module in self.model.named_modules():
+            in_block = any(path.startswith(f"{of_list}.") for of_list in self.lists)
+            twice = whole or any(f"{path}.".startswith(f"{at}.") for _, at in self.kept)
+            draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p
+            if twice and draws and not in_block:
                 raise _Uncut(
                     f"what comes after its blocks reads what comes before them, and {path} would "
                     "draw anew there; set its dropout to 0"
@@ -287,9 +288,6 @@ class _Look:
         shell = cloned(self.model)
         fill(shell, "")
         return shell
-
-    def _in_blocks(self, path: str) -> bool:
-        return any(path.startswith(f"{of_list}.") for of_list in self.lists)
 
     def _holds_blocks(self, path: str) -> bool:
         """Whether blocks stand in a module, or are called while it is."""

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 Values = dict[str, Tensor]  # what layers hand on, by name
 INPUT = "input "  # begins the names of what the model itself is given
 PLAIN = int, float, str, torch.dtype, torch.device
+SHOW = "give layers_of a sample with all the inputs that batches have"
 
 
 class Call(NamedTuple):
@@ -38,7 +39,7 @@ class Block(nn.Module):
     keeps   the names that later layers read
     """
 
-    def __init__(self, block: nn.Module, call: "Call", reads: Sequence[str | None]) -> None:
+    def __init__(self, block: nn.Module, call: Call, reads: Sequence[str | None]) -> None:
         super().__init__()
         self.block, self.form, self.reads = block, call.form, reads
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
@@ -79,10 +80,10 @@ class Around(nn.Module):
         tape = self.tape
         if self.known:
             inputs = dict(values) if isinstance(values, Mapping) else {self.main: values}
-            if strange := [*filter(lambda name: name not in self.known, inputs)]:
+            if strange := [repr(name) for name in inputs if name not in self.known]:
                 raise ValueError(
-                    f"the model is given {', '.join(map(repr, strange))}, which it was not in the "
-                    "sample that layers_of has looked at: give it one that has all inputs"
+                    f"this batch has {', '.join(strange)}, which the sample of layers_of did not "
+                    f"have: {SHOW}"
                 )
             values = {INPUT + name: x for name, x in inputs.items() if isinstance(x, Tensor)}
             tensors = [*self.parameters(), *values.values()]
@@ -102,8 +103,8 @@ class Around(nn.Module):
             tape.calls = []
         if len(calls) != self.blocks or not tape.used:
             raise ValueError(
-                "not all blocks are called, as they were in the sample: layers left out by chance "
-                "cannot be cut; set their probability (layerdrop) to 0"
+                "the model leaves out some of its blocks for this batch, and a pipeline runs all: "
+                "set the probability of that (layerdrop) to 0"
             )
         if not self.blocks:
             return result
@@ -117,8 +118,8 @@ class Around(nn.Module):
             first, *others = (calls[block][leaf] for block, leaf in places)
             if any(other is not first for other in others):
                 raise ValueError(
-                    f"{name!r} is one value in the sample, and several here: give layers_of a "
-                    "sample that shows it, such as one with padding"
+                    f"the blocks get different values of {name!r} for this batch, and got the same "
+                    "one in the sample: give layers_of a sample with padding"
                 )
             if isinstance(first, Tensor):
                 read[name] = first
@@ -176,8 +177,8 @@ class Hollow(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.called:
             raise ValueError(
-                f"the model calls its {self.path}, which it did not with the sample that layers_of "
-                "has looked at: give it one that has all inputs"
+                f"the model needs its {self.path} for this batch, and did not need it for the "
+                f"sample: {SHOW}"
             )
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         try:
@@ -190,9 +191,7 @@ class Hollow(nn.Module):
 class Stub(Hollow):
     """In place of a block: says what it was called with, or gives what the real one has given."""
 
-    def __init__(
-        self, block: nn.Module, tape: Tape, call: "Call", of_list: int, last: bool
-    ) -> None:
+    def __init__(self, block: nn.Module, tape: Tape, call: Call, of_list: int, last: bool) -> None:
         super().__init__(block, tape, "", called=True)
         self.of_list, self.last, self.form = of_list, last, call.result_form
         self.result = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in call.result]
@@ -221,14 +220,13 @@ class Stub(Hollow):
         """ValueError if a number or text differs from the sample's, which the block keeps."""
         if names != self.names or len(leaves) != len(self.before):
             raise ValueError(
-                "a block is called with other arguments than in the sample that layers_of has "
-                "looked at: give it one that has all inputs"
+                f"the model gives a block other arguments than with the sample: {SHOW}"
             )
         for leaf, (name, before) in zip(leaves, self.before, strict=True):
             if before is not None and (type(leaf) is not type(before) or leaf != before):
                 raise ValueError(
-                    f"a block is called with {name}={leaf!r}, and was with {before!r} in the "
-                    "sample of layers_of: what is no tensor must stay as it is there"
+                    f"the model gives a block {name}={leaf!r}, and gave it {before!r} with the "
+                    "sample of layers_of: only tensors may change from batch to batch"
                 )
 
 
@@ -250,7 +248,9 @@ class Needed(Exception):
     """A part of `forward` needs the weights of a module."""
 
     def __init__(self, part: int, path: str) -> None:
-        super().__init__(f"part {part} of the model needs {path}, which it did not in the sample")
+        super().__init__(
+            f"part {part} of the model needs the weights of {path}, and did not for the sample"
+        )
         self.module = part, path
 
 

@@ -276,7 +276,7 @@ class Session(AbstractContextManager):
     ) -> Check:
         began, wing, options = time.perf_counter(), self.wing, self.options
         states = [start[s] for s in sorted(start)]
-        # What updates left is there by now.
+        # The steps that the run keeps for the check are in memory by now.
         room = wing.free() - wing.needed(0)
         whole, largest = self._kept_of_batch(segment.table, outcomes)
         try:

@@ -525,9 +525,9 @@ def test_a_folder_of_a_language_model(monkeypatch, capsys, tmp_path):
         ("run gpipe --devices 2 --microbatches 2 --model no", "(run and compare: mlp, too)"),
         (
             "run gpipe --devices 2 --microbatches 2 --model {folder} --dropout 0.1",
-            "of its own model",
+            "has its own",
         ),
-        ("train {folder} --tied", "--tied is of gpt2: the folder"),
+        ("train {folder} --tied", "--tied is for gpt2: the config in"),
         ("train {folder} --length 65", "--length 65: this model has 64 positions"),
         ("run gpipe --devices 2 --microbatches 2 --model {small}", "a vocabulary of 64: text in"),
     ],

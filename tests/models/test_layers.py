@@ -185,7 +185,9 @@ def test_a_model_of_ones_own():
     assert len(layers) == 5
     assert torch.equal(together(layers, x), model(x))
     assert [len([*layer.parameters()]) for layer in layers] == [2, 2, 2, 2, 0]
-    with pytest.raises(ValueError, match="is given 'more', which it was not in the sample"):
+    with pytest.raises(
+        ValueError, match="this batch has 'more', which the sample of layers_of did not"
+    ):
         together(layers, {"x": x, "more": x})
     layers = layers_of(model, {"x": x, "more": x})
     for given in ({"x": x, "more": 2 * x}, {"x": 9 * x}):
@@ -210,13 +212,13 @@ def test_a_module_that_the_sample_does_not_need_is_named():
             return x + self.extra(more) if more.sum() > 0 else x
 
     layers = layers_of(Two(), {"x": torch.ones(3, 4), "more": torch.zeros(3, 4)})
-    with pytest.raises(ValueError, match="calls its extra, which it did not with the sample"):
+    with pytest.raises(ValueError, match="needs its extra for this batch, and did not need it"):
         together(layers, {"x": torch.ones(3, 4), "more": torch.ones(3, 4)})
 
 
 def test_blocks_that_are_left_out_by_chance_are_told_of():
     layers = layers_of(Glued(drop=0.999), {"x": torch.ones(3, 4)})
-    with pytest.raises(ValueError, match="not all blocks are called, as they were in the sample"):
+    with pytest.raises(ValueError, match="leaves out some of its blocks for this batch"):
         together(layers, torch.ones(3, 4))
 
 
@@ -241,7 +243,7 @@ def test_other_numbers_than_in_the_sample_are_told_of():
 
     layers = layers_of(Outer(), {"x": torch.ones(3, 4)})
     together(layers, {"x": torch.ones(3, 4)})
-    with pytest.raises(ValueError, match=r"with by=0\.5, and was with 0\.3 in the sample"):
+    with pytest.raises(ValueError, match=r"gives a block by=0\.5, and gave it 0\.3"):
         together(layers, {"x": torch.ones(5, 4)})
 
 
