@@ -63,9 +63,9 @@ class JaxArithmetic(reference.Arithmetic):
         self.coarsest = self.eps_of_loss = float(jnp.finfo(lowest).eps)
         self.computes_in = "float64" if wide else jnp.finfo(lowest).dtype.name
         # [3] what training starts from; the truth never steps
-        self.history = [{first: self.place(s, self.named(of))} for s, of in enumerate(parameters)]
+        self.history = [{first: self.named(of)} for of in parameters]
         for s, state in enumerate(begun):
-            self.history[s] = {v: self.place(s, self.named(of)) for v, of in state.weights.items()}
+            self.history[s] = {v: self.named(of) for v, of in state.weights.items()}
         # One optimizer for all stages, as without a pipeline, but where those of stages go on.
         self.state_of_optimizer: Any = [state.optimizer for state in begun]
         self._by_stage = bool(begun)

@@ -57,6 +57,8 @@ class TorchArithmetic(reference.Arithmetic):
             self.replicas.eval()
         self.stages = self.replicas[0]
         self._note_precision()
+        named = [dict(stage.named_parameters()) for stage in self.stages]
+        self.history = [{first: {name: p.data for name, p in of.items()}} for of in named]
         if wide:
             for module in self.replicas.modules():
                 if isinstance(module, nn.RMSNorm) and module.eps is None:
@@ -66,8 +68,8 @@ class TorchArithmetic(reference.Arithmetic):
                     module.eps = torch.finfo(torch.float64 if fine else torch.float32).eps
             for tensor in (*self.replicas.parameters(), *self.replicas.buffers()):
                 tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
+            self.release()
         # [2] names of what is trained; of tied weights all but the first
-        named = [dict(stage.named_parameters()) for stage in self.stages]
         self.trained = [[n for n, p in of.items() if p.requires_grad] for of in named]
         labels: dict[int, list[str]] = {}
         for s, of_stage in enumerate(named):
@@ -75,9 +77,8 @@ class TorchArithmetic(reference.Arithmetic):
                 labels.setdefault(id(p), []).append(f"{name} of stage {s}")
         self.repeated = [label for _, *others in labels.values() for label in others]
         # [3] weights and buffers to begin with, a checkpoint's if there is one
-        self.history = [{first: self.place(s, of)} for s, of in enumerate(named)]
         for s, state in enumerate(start):
-            self.history[s].update({v: self.place(s, w) for v, w in state.weights.items()})
+            self.history[s].update(state.weights)
             for stages_of_replica in self.replicas:
                 for name, buffer in stages_of_replica[s].named_buffers():  # type: ignore[index]
                     buffer.data = self._moved(state.buffers[name])
@@ -165,6 +166,10 @@ class TorchArithmetic(reference.Arithmetic):
             name: torch.as_tensor(weights[name]).detach().to(p, copy=True)
             for name, p in self.stages[stage].named_parameters()
         }
+
+    def release(self) -> None:
+        for p in self.replicas.parameters():
+            p.data = p.data.new_empty(0)
 
     def dense(self, array: Tensor) -> Tensor:
         return array.detach().to_dense()

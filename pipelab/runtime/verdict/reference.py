@@ -64,7 +64,7 @@ class Arithmetic(Protocol):
     mixed        the eps of mixed precision, which leaves the optimizer alone; else 0
     computes_in  the name of the precision that it computes in
     start        by stage, what a checkpoint holds that the training goes on from, if it does
-    history      [stage][version], the weights to begin with
+    history      [stage][version], the weights to begin with, in any precision; not to write into
     trained      by stage, the names of the weights that are trained
     repeated     tied weights where they are named again, as in `eps`
     trees        how its library takes data apart
@@ -107,6 +107,9 @@ class Arithmetic(Protocol):
     def place(self, stage: int, weights: Weights) -> Weights:
         """Copies of a stage's weights, from anywhere, as this arithmetic computes with them."""
 
+    def release(self) -> None:
+        """Keep none of the weights that were computed with."""
+
     def named(self, weights: Any) -> Weights:
         """The tensors that a run gives back of a stage, by name."""
         return weights
@@ -148,7 +151,8 @@ class Arithmetic(Protocol):
 class Reference:
     """A training in one precision; it keeps the versions still to be read, and follows the run's.
 
-    history      [stage][version], its weights
+    history      [stage][version], its weights; as they were given until they are computed with
+    brief        whether copies to compute with are made each time, for want of memory
     shared_clip  whether `clip` is the norm over all stages, and not that of each
     tick         is called after every piece that is not a second opinion
     traces       whether forwards may change weights, or what modules remember
@@ -156,11 +160,18 @@ class Reference:
     """
 
     def __init__(
-        self, arithmetic: Arithmetic, options: Options, *, shared_clip: bool, sparing: bool = False
+        self,
+        arithmetic: Arithmetic,
+        options: Options,
+        *,
+        brief: bool,
+        shared_clip: bool,
+        sparing: bool = False,
     ) -> None:
         self.arithmetic, self.options, self.shared_clip = arithmetic, options, shared_clip
-        self.sparing = sparing
+        self.brief, self.sparing = brief, sparing
         self.history = arithmetic.history
+        self._placed: dict[tuple[int, int], Weights] = {}  # by stage and version, copies of them
         self.tick: Callable[[], object] = lambda: None
         self.traces = True
         self._before = arithmetic.remembered()  # the latest gradient or loss without a jitter
@@ -246,8 +257,9 @@ class Reference:
     def go_on(self, t: int, weights: Sequence[Weights], needed: Sequence[set[int]]) -> None:
         """Go on from these weights, by stage, as version t; drop the versions not needed."""
         for s, of_stage in enumerate(weights):
-            self.history[s][t] = self.arithmetic.place(s, of_stage)
             self.history[s] = {v: w for v, w in self.history[s].items() if v in needed[s]}
+            self.history[s][t] = of_stage
+        self._placed = {(s, v): w for (s, v), w in self._placed.items() if v in self.history[s]}
 
     # ---- what is asked before and after
 
@@ -293,7 +305,15 @@ class Reference:
 
     def _of(self, piece: Piece) -> list[Weights]:
         # Versions are chosen here and nowhere else: by the rule, not by the run.
-        return [history[v] for history, v in zip(self.history, piece.reads, strict=True)]
+        return [self._copies(s, v) for s, v in enumerate(piece.reads)]
+
+    def _copies(self, s: int, v: int) -> Weights:
+        """A stage's version to compute with: what a forward writes into it stays in it."""
+        if (s, v) not in self._placed:
+            self._placed[s, v] = self.arithmetic.place(s, self.history[s][v])
+            if not self.brief or self.traces:
+                self.history[s][v] = self._placed[s, v]
+        return self._placed[s, v]
 
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         """Gradients or weights of all stages."""
@@ -337,15 +357,19 @@ class Reference:
         finally:
             if jitter:
                 now.restore()
+            if self.brief:
+                self.arithmetic.release()
+                if not self.traces:
+                    self._placed.clear()
 
     def _weights(self, piece: Piece, jitter: Jitter | None, number: int) -> list[Weights]:
         """Those that a piece reads; with a jitter copies, since a forward may write into them.
 
         Frozen weights are exact: they may be numbers of rows or of a range.
         """
-        given = self._of(piece)
         if not (jitter and (jitter.size or self.traces)):
-            return given
+            return self._of(piece)
+        given = [history[v] for history, v in zip(self.history, piece.reads, strict=True)]
         compute, off = self.arithmetic, []
         if not jitter.size:
             return [compute.place(s, weights) for s, weights in enumerate(given)]

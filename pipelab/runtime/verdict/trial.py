@@ -105,8 +105,9 @@ class Trial:
         losses, gradients = self.truth.gradients([undivided] if undivided else pieces)
         # A Trainer looks at its first batch only, of the many that it checks.
         begins = not judged and not (self.first and own.options.endless)
+        cut_up: Losses = []
         if undivided and begins and not self.coarse:
-            self._compare_cut(gradients, pieces)
+            cut_up = self._compare_cut(gradients, pieces)
         again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
         for name, expected in gradients.items():
             # A second opinion is off by the coarsest rounding that there is anywhere inside.
@@ -114,7 +115,7 @@ class Trial:
             self._compare_gradient(t, name, run[name], expected, own_gradients[name], opinion)
         if undivided and self.coarse:
             self._compare_narrowed_cut(gradients, own_gradients, pieces)
-        self.compare_losses(pieces, own_losses, losses)
+        self.compare_losses(pieces, own_losses, losses, cut_up)
 
     def _compare_gradient(
         self, t: int, name: str, run: Lazy, truth: Lazy, own: Lazy, again: Iterable[Lazy] = ()
@@ -123,21 +124,22 @@ class Trial:
         visible = self.found.add(label, run, truth, rounding(eps), own, again)
         self.found.visible[0].extend([] if visible is None else [visible])
 
-    def _compare_cut(self, whole: Arrays, pieces: Sequence[Piece]) -> None:
-        """The batch's gradient, `whole` and in micro-batches.
+    def _compare_cut(self, whole: Arrays, pieces: Sequence[Piece]) -> Losses:
+        """The batch's gradient, `whole` and in micro-batches; returns the losses of these.
 
         If they differ in float64, the loss depends on how the batch is cut. Our own computing,
         which cuts it, is then off by that, and so may any run be. This shows in every tensor of the
         first update; the losses show it in all. A jitter leaves no trace in the buffers.
         """
         truth = self.truth
-        exact = truth.gradients(pieces, Jitter(1, 0.0))[1]
+        losses, exact = truth.gradients(pieces, Jitter(1, 0.0))
         # Second opinions: first how far its own rounding leads.
         sizes = {1: EPS_64}
         near = opinions(lambda d: truth.gradients(pieces, Jitter(d, sizes.get(d, EPS_32)))[1])
         for name, gradient in whole.items():
             label, floor = f"{CUT} of {name} {IS_IT_A_MEAN}", _share_of_it(EPS_32)
             self.found.add(label, gradient, exact[name], floor, None, near(name), whole=True)
+        return losses
 
     def _compare_narrowed_cut(self, whole: Arrays, cut_up: Arrays, pieces: Sequence[Piece]) -> None:
         """The same of the batch, where a layer computes in bfloat16, say, whatever it is given.
@@ -161,15 +163,17 @@ class Trial:
         label = f"{CUT} {IS_IT_A_MEAN}"
         found.add(label, joined, expected, floor, _joined(cut_up), again(0), whole=True)
 
-    def compare_losses(self, pieces: Sequence[Piece], near: Losses, exact: Losses) -> None:
+    def compare_losses(
+        self, pieces: Sequence[Piece], near: Losses, exact: Losses, cut_up: Sequence[tuple[float, float]] = ()
+    ) -> None:
         """The losses of the next micro-batches; one that counts nothing has none.
 
         near   by our own
-        exact  by the truth, maybe of the undivided batch
+        exact  by the truth, maybe of the undivided batch; `cut_up` its own, if they are known
         """
         first, own = len(self.counted), self.own
         if len(exact) < len(pieces):
-            (whole, count), exact = exact[0], self.truth.losses(pieces)
+            (whole, count), exact = exact[0], cut_up or self.truth.losses(pieces)
             if not self.coarse and count:
                 self._compare_cut_loss(whole, exact, pieces)
         size = max(own.arithmetic.coarsest, self.narrowed)
