@@ -25,6 +25,7 @@ TREES = Trees(
     lambda leaves, spec: jax.tree.unflatten(spec, leaves),
     as_numbers,
     lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
+    np.concatenate,
 )
 # (parameters, x) -> y, or (parameters, x, key) -> y where forwards draw random numbers
 Apply = Callable[..., Any]

@@ -21,7 +21,7 @@ from pipelab.jax.jaxpr import Arrays, spec_of
 from pipelab.jax.passes import Backwards, Compiled, Groups, differentiate, passes
 from pipelab.predict.costs import Recompute
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Bytes
+from pipelab.runtime.orders import Bytes, Update
 from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.stage import CountingStage
 from pipelab.table.action import Kind
@@ -63,6 +63,7 @@ class JaxStage(CountingStage):
         # Objects of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
         loss = options.loss if last else None
+        self._apply = jax.jit(apply)
         self._function = Function(apply, loss, frozenset(kinds), device.device)
         self._step = step_of(options.optimizer)
         self._backwards = Backwards(device, id(self))
@@ -115,11 +116,12 @@ class JaxStage(CountingStage):
 
         `received`: by stage, the squared norm of its gradient.
         """
-        squares = received.values() if received else ()
-        divisor = self.divisor(number, lambda: sum(squares) if squares else self.news())
+        squares, count = received or {self.number: self.news()}, self.counts.get(number, 0.0) or 1.0
+        divisor = self.divisor(number, lambda: sum(squares.values()))
         mean = self._tree(_divided(self._total(), divisor))
         self._backwards.sums = None
         latest = self.weights[number]
+        self.updates[number] = Update(squares[self.number] / count**2, ())
         # Waited for: jax returns before it has computed, and the action would seem to take no time.
         new, self.state = jax.block_until_ready(self._step(latest, self.state, mean))
         if self.keep:
@@ -162,6 +164,9 @@ class JaxStage(CountingStage):
     def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, Any]:
         """Run the forward; returns y, or the loss, and what that counted."""
         target = self.fed[microbatch].target
+        if self.last and not self.training and (self.metrics or self.outputs):
+            weights = self.weights[self.fed[microbatch].version]
+            self.measure(microbatch, self._apply(weights, x, *self._keys(microbatch)), target)
         groups, backwards = self._groups(microbatch, x, target), keep and self.training
         program = self._function.compiled(groups, backwards)
         if not backwards:
@@ -200,6 +205,13 @@ class JaxStage(CountingStage):
             return None
         pull = self._backwards.backward if kind is Kind.B else self._backwards.input_grad
         return pull(microbatch, gradient)
+
+    def _keys(self, microbatch: int) -> list[jax.Array]:
+        seed = self.fed[microbatch].seed
+        return [] if seed is None else [jax.random.key(seed_for(*seed))]
+
+    def given_back(self, output: Any) -> Any:
+        return jax.device_get(output)
 
     def _total(self) -> Arrays:
         """The accumulated gradient, which begins as zeros."""

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from pipelab.models.shell import (
     cloned,
     result_of,
 )
+from pipelab.runtime.torch.checkpoint import Index, states_for
 
 
 def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> list[nn.Module]:
@@ -71,11 +73,20 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
     return layers
 
 
-def load(stages: Sequence[nn.Module], weights: Sequence[Mapping[str, Tensor]]) -> None:
+def load(stages: Sequence[nn.Module], weights: Sequence[Mapping[str, Tensor]] | str | Path) -> None:
     """Put trained weights (`Run.weights`, `Trainer.weights`) into the stages they are of.
 
-    And so into the model whose layers these are: `model.save_pretrained` then writes them.
+    And so into the model whose layers these are: `model.save_pretrained` then writes them, as one
+    file that `from_pretrained` loads. Instead of weights a checkpoint's folder, which may be of the
+    same layers in other stages, and of any launcher. ValueError where it is of another model.
     """
+    if isinstance(weights, (str, Path)):
+        folder = Path(weights)
+        states = states_for(folder, Index.read(folder), stages, range(len(stages)), None)
+        weights = []
+        for s, stage in enumerate(stages):  # a stage's other names of tied weights are its own
+            saved = {**states[s].newest(), **states[s].buffers}
+            weights.append({n: saved.get(n, own) for n, own in stage.state_dict().items()})
     for stage, of_stage in zip(stages, weights, strict=True):
         stage.load_state_dict(dict(of_stage))
 

@@ -17,12 +17,20 @@ class Trees(NamedTuple):
     unflatten  (leaves, spec) -> tree
     host       leaf -> its numbers on the host, of whatever type; None if it has none here
     copy       leaf -> the same in other memory, if it could be written to
+    join       arrays of samples -> one of all of them
     """
 
     flatten: Callable[[Any], tuple[Sequence[Any], Any]]
     unflatten: Callable[[Sequence[Any], Any], Any]
     host: Callable[[Any], np.ndarray | None]
     copy: Callable[[Any], Any]
+    join: Callable[[Sequence[Any]], Any]
+
+    def joined(self, trees: Sequence[Any]) -> Any:
+        """Trees of arrays of samples as one; what has no samples is the first one's."""
+        leaves = zip(*(self.flatten(tree)[0] for tree in trees), strict=True)
+        made = [self.join(parts) if _cuttable(parts[0]) else parts[0] for parts in leaves]
+        return self.unflatten(made, self.flatten(trees[0])[1])
 
     def map(self, function: Callable[[Any], Any], tree: Any) -> Any:
         leaves, spec = self.flatten(tree)

@@ -130,7 +130,8 @@ class Cluster(Threads):
             numbers = range(self.count if self.first else 0)
             every = [outcome for n in numbers for outcome in self._heard(n, call)]
             short = self.from_first(
-                lambda: [replace(o, steps={}, weights={}, states={}) for o in every], call
+                lambda: [replace(o, steps={}, weights={}, states={}, outputs={}) for o in every],
+                call,
             )
         self.patience = math.inf
         own = {(outcome.row, outcome.replica) for outcome in mine}

@@ -3,7 +3,7 @@
 Micro-batches, updates and weight versions are numbered through the whole training.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +51,8 @@ class Order:
     report        whether to say all that an `Outcome` has, and not the losses alone
     state         whether to say what the stages go on from
     save          where to write that to
+    metrics       of an evaluation, by name: (output, target) -> a mean, or it and its count
+    outputs       of an evaluation: whether to give back the model's
     """
 
     actions: Sequence[Action] = ()
@@ -63,6 +65,20 @@ class Order:
     report: bool = False
     state: bool = False
     save: Path | None = None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    outputs: bool = False
+
+
+class Update(NamedTuple):
+    """What is told of a stage's update.
+
+    square  the squared norm of its gradient, before it was clipped; of tied weights one stage's
+    rates   the learning rate of each parameter group that has weights; nothing where the library
+            does not tell
+    """
+
+    square: float
+    rates: Sequence[float]
 
 
 class Step(NamedTuple):
@@ -113,6 +129,8 @@ class Outcome:
     """The result of a rank's order.
 
     losses   (mean, count) by micro-batch, from the rank with the last stage
+    metrics  of an evaluation the same, by name; `outputs`: the model's, on the host
+    updates  by stage and number
     record   what its worker saw
     steps    by stage, what each update did
     weights  by stage, trained
@@ -124,6 +142,9 @@ class Outcome:
     row: int
     replica: int
     losses: dict[int, tuple[float, float]]
+    metrics: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    updates: dict[int, dict[int, Update]] = field(default_factory=dict)
     record: Record = field(default_factory=Record)
     steps: dict[int, Sequence[Step]] = field(default_factory=dict)
     weights: dict[int, Any] = field(default_factory=dict)

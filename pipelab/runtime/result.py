@@ -18,7 +18,7 @@ from pipelab.predict.memory import (
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Bytes, Outcome, Record, by_stage
+from pipelab.runtime.orders import Bytes, Outcome, Record, Update, by_stage
 from pipelab.runtime.prepare import Segment
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.table.schedule import Schedule
@@ -40,6 +40,12 @@ class Run:
     check              the verdict against the reference, or None if it was switched off
     replicas           measured spans of every replica
     records            what each device noted of the first replica
+    counts             one per micro-batch: what its loss is the mean of, such as samples or tokens
+    metrics            of a Trainer's evaluation, per micro-batch: (mean, count) by name;
+                       `outputs`: the model's
+    norms              per update, of the whole gradient, before it was clipped
+    rates              per update, the learning rates: of each parameter group of the first stage
+                       that trains any weights; nothing with jax, whose optimizers do not tell
     unsplit            {stage: {weight: why}}: gradients of weights that I computed, not W
     """
 
@@ -52,6 +58,11 @@ class Run:
     replicas: list[Timeline] = field(repr=False)
     records: list[Record] = field(repr=False)
     unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    counts: list[float] = field(default_factory=list)
+    metrics: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list, repr=False)
+    norms: list[float] = field(default_factory=list)
+    rates: list[Sequence[float]] = field(default_factory=list)
 
     @cached_property
     def memory(self) -> Memory:
@@ -82,12 +93,13 @@ def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -
     timelines = [timeline_of(table, of_replica, paced) for of_replica in records]
     last = table.placement[-1]
     m, weights = table.microbatches, by_stage(outcomes, "weights")
-    values = [
-        by_place[last, r].losses[segment.done.microbatches + b * m + k]
+    places = [
+        (by_place[last, r], segment.done.microbatches + b * m + k)
         for b in range(table.batches)
         for r in range(replicas)
         for k in range(m)
     ]
+    values = [outcome.losses[k] for outcome, k in places]
     # The first replica stands for all: their weights are equal to the last bit, which the check
     # sees to.
     return Run(
@@ -100,7 +112,24 @@ def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -
         timelines,
         records[0],
         by_stage(outcomes, "unsplit"),
+        [count for _, count in values],
+        [outcome.metrics[k] for outcome, k in places if k in outcome.metrics],
+        [outcome.outputs[k] for outcome, k in places if k in outcome.outputs],
+        *norms_and_rates(by_stage(outcomes, "updates"), table.updates if table.training else 0),
     )
+
+
+def norms_and_rates(
+    updates: Mapping[int, Mapping[int, Update]], count: int
+) -> tuple[list[float], list[Sequence[float]]]:
+    """Of the last `count` updates, which all stages have made: see `Run`.
+
+    updates  by stage and number
+    """
+    told = [[*of_stage.values()][-count:] for _, of_stage in sorted(updates.items()) if count]
+    each = [*zip(*told, strict=True)]
+    norms = [sum(update.square for update in stages) ** 0.5 for stages in each]
+    return norms, [next((u.rates for u in stages if u.rates), ()) for stages in each]
 
 
 def timeline_of(table: Schedule, records: Sequence[Record], paced: bool) -> Timeline:

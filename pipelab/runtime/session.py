@@ -144,6 +144,13 @@ class Wing(ABC):
         """The checkpoint's content of every stage."""
         return ()
 
+    def save_loader(self, folder: Path, loader: Any) -> None:  # noqa: B027
+        """Keep a data loader's state in a checkpoint's draft."""
+
+    def saved_loader(self, folder: Path) -> Any:
+        """The state of a data loader in a checkpoint, if there is one."""
+        return None
+
     def depends_on_cut(self) -> bool:
         """Whether a layer normalizes over the samples that it sees."""
         return False
@@ -211,11 +218,13 @@ class Session(AbstractContextManager):
         *,
         check: bool | str,
         save: Path | None = None,
+        **fields: Any,
     ) -> Run:
         """Carry the segment out, and judge it.
 
         batches  by their numbers in the training; only those that are needed here are read
         save     where to keep a checkpoint afterwards
+        fields   more of every `Order`
         """
         with self.wing.context():
             # [1] what it starts from, for the reference
@@ -242,6 +251,7 @@ class Session(AbstractContextManager):
                         keep=bool(check),
                         report=True,
                         save=draft,
+                        **fields,
                     )
                     outcomes = self.collect()
                     if table.training:

@@ -12,7 +12,7 @@ import numpy as np
 from pipelab.runtime.batches import kind_of
 from pipelab.runtime.ledger import Ledger
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Bytes, MicroBatch, Order, Step
+from pipelab.runtime.orders import Bytes, MicroBatch, Order, Step, Update
 from pipelab.table.action import Kind
 
 
@@ -76,11 +76,15 @@ class Stage(Protocol):
 
     losses    per micro-batch, on the last stage: its mean and what it is the mean of
     steps     what each update did, if it was to be kept
+    updates   what is told of each: its squared norm may still be a number on a device
+    measured  of an evaluation, on the last stage: by micro-batch, its metrics and its output
     unsplit   weight -> why I computed its gradient, which W should have
     """
 
     losses: dict[int, Any]
     steps: Sequence[Step] = ()
+    updates: Mapping[int, Update] = {}
+    measured: Mapping[int, tuple[Mapping[str, Any], Any]] = {}
     unsplit: Mapping[Any, str] = {}
 
     @property
@@ -156,6 +160,10 @@ class CountingStage(Stage):
         self.weights: dict[int, Any] = {}
         self.losses = {}
         self.steps: list[Step] = []
+        self.updates: dict[int, Update] = {}
+        self.metrics: Mapping[str, Any] = {}
+        self.outputs = False
+        self.measured: dict[int, tuple[dict[str, Any], Any]] = {}
         self.unsplit: dict[str, str] = {}
         self.stepped: Any = None  # gradients of an update that `steps` does not have yet
         self.counts: dict[int, float] = {}  # update -> what its losses counted, in its unit
@@ -166,7 +174,9 @@ class CountingStage(Stage):
         self._split: dict[int, tuple[Any, Any, float]] = {}  # the same between I and W
 
     def begin(self, stage: int, order: Order) -> None:
+        self.number = stage
         self.training, self.keep = order.training, order.keep
+        self.metrics, self.outputs = order.metrics, order.outputs
         if stage in order.microbatches:
             self.later, self.unit = order.later[stage], order.unit
             for k, given in order.microbatches[stage].items():
@@ -181,7 +191,7 @@ class CountingStage(Stage):
             self.fed.clear()
         # Its update may still have to look at a loss.
         self.losses = {k: loss for k, loss in self.losses.items() if k in self.fed}
-        self.steps = []
+        self.steps, self.updates, self.measured = [], {}, {}
 
     # ---- backwards: the same three in both wings, but for how gradients are computed
 
@@ -268,6 +278,21 @@ class CountingStage(Stage):
         # Gradients are sums; the norm is of their mean.
         norm = square() ** 0.5 / count
         return count / float(np.minimum(1.0, self.options.clip / (norm + 1e-6)))  # nan stays nan
+
+    def measure(self, microbatch: int, output: Any, target: Any) -> None:
+        """Note the metrics of an evaluated micro-batch, and its output if that was asked for."""
+        if not (self.metrics or self.outputs):
+            return
+        samples, found = self.fed[microbatch].samples, {}
+        for name, metric in self.metrics.items():
+            value = metric(output, target)
+            mean, count = value if isinstance(value, tuple) else (value, samples)
+            found[name] = float(mean), float(count)
+        self.measured[microbatch] = found, self.given_back(output) if self.outputs else None
+
+    def given_back(self, output: Any) -> Any:
+        """The model's output on the host."""
+        raise NotImplementedError
 
     def check_loss(self, microbatch: int) -> None:
         """FloatingPointError for a loss that is nan or inf, unless `finite` allows it."""

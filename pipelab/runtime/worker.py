@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelab.runtime.orders import NO_BYTES, Bytes, Order, Outcome, Record
+from pipelab.runtime.orders import NO_BYTES, Bytes, Order, Outcome, Record, Update
 from pipelab.runtime.stage import Device, Stage
 from pipelab.runtime.transport import Aborted, Message, Transport
 from pipelab.table.action import Action, Kind
@@ -162,6 +162,16 @@ class Worker:
                 for k, (mean, count) in stage.losses.items()
             },
         )
+        for s, stage in stages.items():
+            # Of a device that computes later they are numbers only now.
+            outcome.updates[s] = {
+                number: Update(float(square), [*map(float, rates)])
+                for number, (square, rates) in stage.updates.items()
+            }
+            for k, (metrics, output) in stage.measured.items():
+                outcome.metrics[k] = dict(metrics)
+                if output is not None:
+                    outcome.outputs[k] = output
         if order.report:
             outcome.record = record
             outcome.steps = {s: stage.steps for s, stage in stages.items()}

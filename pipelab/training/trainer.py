@@ -3,8 +3,9 @@
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ from pipelab.predict.costs import Recompute
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Order, by_stage
+from pipelab.runtime.orders import Order, Update, by_stage
 from pipelab.runtime.prepare import Segment
+from pipelab.runtime.result import norms_and_rates
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
@@ -22,23 +24,31 @@ from pipelab.runtime.wings import wing_of
 from pipelab.runtime.worker import RunError, told
 from pipelab.table.schedule import Schedule
 from pipelab.training.endless import Endless
+from pipelab.training.evaluation import Evaluation
+from pipelab.training.progress import showing
 
 END = object()
 
 
 class TrainedBatch(NamedTuple):
-    """What is known of a batch as soon as its last micro-batch's forward is through.
+    """What is known of a batch as soon as its update is made.
 
     number   of batches with it, from the beginning of the training
-    loss     the mean over the whole batch
+    loss     the mean over the whole batch; `counted`: over how many samples, or tokens if the loss
+             tells them
     seconds  since the batch before, or since it was read if that was later
     check    the verdict against the reference, with its seconds, or None if it was not checked
+    norm     of the whole gradient of its last update, before it was clipped
+    rates    the learning rates of that update: see `Run`
     """
 
     number: int
     loss: float
     seconds: float
     check: Check | None
+    counted: float
+    norm: float
+    rates: Sequence[float]
 
 
 class Trainer(AbstractContextManager):
@@ -121,6 +131,7 @@ class Trainer(AbstractContextManager):
         # Data of orders: a GPU may still have to read what it was given.
         self._under_way: deque[Data | None] = deque()
         self._losses: dict[int, dict[tuple[int, int], Any]] = {}  # [batch][replica, micro-batch]
+        self._updates: dict[int, dict[int, dict[int, Update]]] = {}  # [number][stage], by number
         self._ready: deque[TrainedBatch] = deque()
         self._times: dict[int, float] = {}  # of batches, when they were read
         self._last = 0.0  # when the latest batch was through
@@ -145,8 +156,12 @@ class Trainer(AbstractContextManager):
         """Batches that are done or under way, from the beginning of the training."""
         return self._session.done
 
-    def fit(self, batches: Iterable[Any], steps: int | None = None) -> Iterator[TrainedBatch]:
+    def fit(
+        self, batches: Iterable[Any], steps: int | None = None, *, progress: bool = False
+    ) -> Iterator[TrainedBatch]:
         """Train on these batches, or on the first so many of them; yields each when it is through.
+
+        With `progress` a bar tells the loss, the samples or tokens a second, and the time left.
 
         They are read when the pipeline needs them: the next one is under way while one is yielded.
         It is trained, too, if the loop is left; the next `fit` yields it.
@@ -156,7 +171,17 @@ class Trainer(AbstractContextManager):
         """
         if steps is not None and not (hasattr(steps, "__index__") and steps >= 0):
             raise ValueError(f"steps={steps!r}: give a whole number, or None for all batches")
-        iterator, left, more = iter(batches), inf if steps is None else steps, True
+        found = self._fit(iter(batches), inf if steps is None else steps)
+        if not (progress and self._session.launcher.first):
+            return (yield from found)
+        total = len(batches) if isinstance(batches, Sized) else inf
+        with showing(min(total, inf if steps is None else steps)) as show:
+            for batch in found:
+                show(batch)
+                yield batch
+
+    def _fit(self, iterator: Iterator[Any], left: float) -> Iterator[TrainedBatch]:
+        more = True
         while True:
             # [1] one batch more than the pipeline needs is under way
             while more and not self._ready and len(self._under_way) < 2 + self._endless.ahead:
@@ -168,32 +193,50 @@ class Trainer(AbstractContextManager):
                     self._empty()
                 elif self._under_way and not self._ready:
                     self._collect()
+                elif not more:  # without a flush the last updates are still to come
+                    self._empty()
             while self._ready:
                 yield self._ready.popleft()
-            if not more and not self._under_way:
+            if not more and self._known == self.number:
                 return
 
-    def evaluate(self, batches: Iterable[Any]) -> list[float]:
-        """The losses of these batches with the weights as they are now; nothing is trained."""
+    def evaluate(
+        self,
+        batches: Iterable[Any],
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        *,
+        outputs: bool = False,
+    ) -> Evaluation:
+        """The losses of these batches with the weights as they are now; nothing is trained.
+
+        metrics  by name, functions like a loss: (output, target) -> a mean over the samples, or
+                 (mean, count); computed where the last stage is
+        outputs  whether to give back the model's outputs of every batch, on the host, to process 0
+        """
         with self._whole():
             self._empty()
         table = self._endless.table.part(0, 1).forward_only()
-        losses: list[float] = []
-        iterator = iter(batches)
+        evaluation, iterator = Evaluation(), iter(batches)
         while found := self._next(iterator, "evaluate"):
-            batch, pieces = found
-            if not pieces and batch is not None:  # fewer samples than replicas
-                session = self._session
-                replicas, trees = session.options.replicas, session.wing.trees
-                batch = repeated(batch, replicas, self.number, trees)
+            (batch, pieces), session, times = found, self._session, 1
+            trees = session.wing.trees
+            if not pieces:  # fewer samples than replicas
+                times = session.options.replicas
+                if batch is not None:
+                    batch = repeated(batch, times, self.number, trees)
             with self._whole():
                 segment = Segment(table, 0, 1, self.number, pieces=pieces or 1)
-                run = self._session.run(segment, {self.number: batch}, check=False)
-                losses += run.losses
-        return losses
+                data, asked = {self.number: batch}, dict(metrics or {})
+                run = session.run(segment, data, check=False, metrics=asked, outputs=outputs)
+            evaluation.add(run, times, trees)
+        return evaluation
 
-    def save(self, folder: str | Path) -> None:
-        """Write a checkpoint to a new or empty folder, which all ranks see."""
+    def save(self, folder: str | Path, loader: Any = None) -> None:
+        """Write a checkpoint to a new or empty folder, which all ranks see.
+
+        loader  what the batches come from, if it has a state_dict(), as torchdata's
+                StatefulDataLoader: its state is kept, too, and `rest_of` goes on from there
+        """
         path, wing = new_folder("save", folder), self._session.wing
         with self._whole():
             self._empty()
@@ -201,6 +244,23 @@ class Trainer(AbstractContextManager):
                 for outcome in self._ask("save", save=draft):
                     if outcome.unsaved:
                         raise outcome.unsaved
+                if self._session.launcher.first and loader is not None:
+                    wing.save_loader(draft, loader)
+
+    def rest_of(self, loader: Any) -> Iterable[Any]:
+        """The batches of a loader that the training, if it goes on from a checkpoint, has not read.
+
+        By the loader's own state if `save` was given it, else without the first `number` ones: of
+        an epoch, for a loader with a length. What it shuffles by has to be as it was: seed it by
+        the epoch.
+        """
+        resume = self._session.options.resume
+        state = self._session.wing.saved_loader(Path(resume)) if resume else None
+        if state is not None and self.number == self._first:
+            loader.load_state_dict(state)
+            return loader
+        size = len(loader) if hasattr(loader, "__len__") else 0
+        return islice(loader, self.number % size if size else self.number, None)
 
     @property
     def weights(self) -> list[Any]:
@@ -266,7 +326,10 @@ class Trainer(AbstractContextManager):
             del self._times[number]
             self._last = time.perf_counter()
             seconds = self._last - began - (run.check.seconds if run.check else 0.0)
-            self._ready.append(TrainedBatch(number + 1, run.losses[0], seconds, run.check))
+            known = sum(run.counts), run.norms[-1], run.rates[-1]
+            batch_done = TrainedBatch(number + 1, run.losses[0], seconds, run.check, *known)
+            self._ready.append(batch_done)
+            self._updates.clear()
             if run.check and not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
@@ -302,13 +365,23 @@ class Trainer(AbstractContextManager):
             for k, value in o.losses.items():
                 if k >= self._known * m:  # an outcome may have older ones once more
                     self._losses.setdefault(k // m, {})[o.replica, k] = value
-        while len(self._losses.get(self._known, ())) == m * replicas:
+            for s, updates in o.updates.items() if not o.replica else ():
+                for number, update in updates.items():
+                    self._updates.setdefault(number, {})[s] = {number: update}
+        stages, each = self._endless.table.stages, self._endless.updates
+        while (
+            len(self._losses.get(self._known, ())) == m * replicas
+            and len(self._updates.get(last := (self._known + 1) * each - 1, ())) == stages
+        ):
             found = self._losses.pop(self._known)
+            (norm,), (rates,) = norms_and_rates(self._updates[last], 1)
+            self._updates = {number: of for number, of in self._updates.items() if number > last}
             (loss,) = mean_losses([found[place] for place in sorted(found)], 1)
             now = time.perf_counter()
             seconds = now - max(self._last, self._times.pop(self._known))
             self._known, self._last = self._known + 1, now
-            self._ready.append(TrainedBatch(self._known, loss, seconds, None))
+            count = sum(count for _, count in found.values())
+            self._ready.append(TrainedBatch(self._known, loss, seconds, None, count, norm, rates))
 
     def _empty(self) -> None:
         """Finish all that is under way."""

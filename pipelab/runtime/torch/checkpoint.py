@@ -7,8 +7,9 @@ by torch.load(weights_only=True), which runs no code, and only if they are as th
 
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 
 from pipelab.runtime.batches import kind_of
 from pipelab.runtime.drafts import writing
+from pipelab.runtime.torch.recut import layers_in, recut
 from pipelab.runtime.torch.state import StageState
 from pipelab.table.schedule import Schedule
 
-INDEX = "checkpoint.json"
+INDEX, LOADER = "checkpoint.json", "loader.pt"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Index:
     seed     what forwards draw from
     schedule as CSV
     digests  of the stages' files
+    layers   by stage, the names of its layers: see `recut.layers_in`
     owner    the training that keeps it in its folder, by the name in its record; "": the caller
     """
 
@@ -41,6 +44,7 @@ class Index:
     schedule: str
     digests: list[str]
     owner: str = ""
+    layers: list[list[str]] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> "Index":
@@ -59,7 +63,7 @@ class Index:
 
     def _is_sound(self) -> bool:
         """Whether every field is of its type."""
-        types: Any = {int}, {int, type(None)}, {bool}, {str}, {list}, {str}
+        types: Any = {int}, {int, type(None)}, {bool}, {str}, {list}, {str}, {list}
         right = all(type(x) in of for x, of in zip(vars(self).values(), types, strict=True))
         return right and self.batch >= 0 and {*map(type, self.digests)} <= {str}
 
@@ -85,12 +89,20 @@ class Index:
         return own.part(0, both) == schedule.part(0, both)
 
 
-def write_index(folder: Path, schedule: Schedule, done: int, seed: int | None, owner: str) -> None:
+def write_index(
+    folder: Path,
+    schedule: Schedule,
+    done: int,
+    seed: int | None,
+    owner: str,
+    stages: Sequence[nn.Module],
+) -> None:
     """Describe the stages' files in `folder`, after `done` batches."""
     with writing(folder):
         # The digests tie the files together: one of another checkpoint is found out.
         digests = [_digest(_file(folder, s)) for s in range(schedule.stages)]
-        index = Index(done, seed, schedule.asynchronous, schedule.to_csv(), digests, owner)
+        table, layers = schedule.to_csv(), layers_in(stages)
+        index = Index(done, seed, schedule.asynchronous, table, digests, owner, layers)
         content = asdict(index)
         content["digest"] = _digest_of(content)
         (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
@@ -104,18 +116,21 @@ def save_stage(folder: Path, stage: int, state: StageState) -> None:
 
 def packed(stage: int, state: StageState) -> bytes:
     """The bytes of a stage's file. ValueError for what `load_stage` could not read."""
+    return _bytes_of(vars(state), f"what the optimizer or a scheduler of stage {stage} keeps")
+
+
+def _bytes_of(state: Any, what: str) -> bytes:
     content = io.BytesIO()
     try:
-        torch.save(vars(state), content)
+        torch.save(state, content)
         content.seek(0)
         # torch.save pickles any class, which this then refuses: told now, and not when it is
         # needed.
         torch.load(content, weights_only=True)
     except Exception as error:  # whatever a class of the caller's raises while it is pickled
         raise ValueError(
-            f"stage {stage}: no checkpoint can hold what its optimizer or a scheduler keeps "
-            f"({str(error).splitlines()[0]}): keep tensors, numbers and strings, or lists, tuples "
-            "and dicts of them"
+            f"no checkpoint can hold {what} ({str(error).splitlines()[0]}): keep tensors, numbers "
+            "and strings, or lists, tuples and dicts of them"
         ) from error
     return content.getvalue()
 
@@ -139,6 +154,28 @@ def load_stage(folder: Path, stage: int, index: Index) -> StageState:
     return state
 
 
+def save_loader(folder: Path, loader: Any) -> None:
+    """Write a data loader's state. ValueError for one that has none, or that no file can hold."""
+    if not hasattr(loader, "state_dict"):
+        raise ValueError(
+            f"loader is a {type(loader).__name__} without a state_dict(): leave it out, and give "
+            "`fit` what `rest_of` leaves of it; or use torchdata's StatefulDataLoader"
+        )
+    with writing(folder):
+        (folder / LOADER).write_bytes(_bytes_of(loader.state_dict(), "the loader's state"))
+
+
+def load_loader(folder: Path) -> Any:
+    """A data loader's state; None if none was saved. ValueError if it cannot be read."""
+    path = folder / LOADER
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({error}): use another checkpoint") from None
+
+
 def _is_sound(state: StageState) -> bool:
     """Whether its fields are of their types; another error where one is not even alike."""
     tensors = [state.buffers, *state.weights.values()]
@@ -152,18 +189,38 @@ def _is_sound(state: StageState) -> bool:
 
 
 def states_for(
-    folder: Path, index: Index, stages: Sequence[nn.Module], wanted: Sequence[int]
+    folder: Path,
+    index: Index,
+    stages: Sequence[nn.Module],
+    wanted: Sequence[int],
+    factory: Callable[[Any], Any] | None,
 ) -> dict[int, StageState]:
-    """States that the `wanted` ones of `stages` go on from. ValueError where one does not fit."""
-    if len(index.digests) != len(stages):
-        raise ValueError(
-            f"{folder} is of {len(index.digests)} stages, and the model has {len(stages)}: give "
-            "the same stages"
+    """States that the `wanted` ones of `stages` go on from. ValueError where one does not fit.
+
+    factory  makes optimizers: see `recut`
+    """
+    load, saved, now = partial(load_stage, folder, index=index), index.layers, layers_in(stages)
+    alike = len(index.digests) == len(stages)
+    if alike and (not saved or not now or [*map(len, saved)] == [*map(len, now)]):
+        states = {s: load(s) for s in wanted}
+    elif saved and now and sum(map(len, saved)) == sum(map(len, now)) and not index.asynchronous:
+        states = recut(load, saved, stages, wanted, factory)
+    else:
+        described = (
+            f"{count} stages" + (f" of {[*map(len, layers)]} layers" if layers else "")
+            for count, layers in ((len(index.digests), saved), (len(stages), now))
         )
-    states = {s: load_stage(folder, s, index) for s in wanted}
+        raise ValueError(
+            f"{folder} is of {next(described)}, and the model has {next(described)}: give the same "
+            "stages"
+            + (
+                ", without a flush" * index.asynchronous
+                or ", or the same layers as nn.Sequentials, which may be cut elsewhere"
+            )
+        )
     for s, state in states.items():
         # Buffers are not compared: forwards may have put others there.
-        mine, theirs = dict(stages[s].named_parameters()), state.weights[max(state.weights)]
+        mine, theirs = dict(stages[s].named_parameters()), state.newest()
         for name in {**mine, **theirs}:
             here, there = (
                 kind_of(weights[name]) if name in weights else "missing"

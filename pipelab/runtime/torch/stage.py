@@ -110,6 +110,8 @@ class TorchStage(VersionedStage):
             seed = int(seed_for(*given.seed))
         with self.device.forward_context(seed, self.options.autocast) as drew:
             y = self.module(x)
+            if self.last and not training:
+                self.measure(microbatch, y, target)
             value: Any = self.options.loss(y, target) if self.last else None
             if seed is not None and training not in self.draws:
                 self.draws[training] = drew()

@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from pipelab.runtime.batches import Trees
 from pipelab.runtime.torch.ledger import parts_of
 
+# What schedulers keep a list of, with an entry for each parameter group.
+PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs"}
 MAKING = RLock()  # a factory may write into tensors that other runs' factories read
 
 
@@ -33,7 +35,9 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf)
 
 
-TREES = Trees(pytree.tree_flatten, pytree.tree_unflatten, _bits, _copy)
+TREES = Trees(
+    pytree.tree_flatten, pytree.tree_unflatten, _bits, _copy, lambda parts: torch.cat([*parts])
+)
 
 
 def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
@@ -98,7 +102,7 @@ class StageState:
     weights     by version, then by name; versions are numbered through the whole training
     buffers     by name
     optimizer   per trained parameter: its state, tensors and numbers
-    groups      hyperparameters of each parameter group
+    groups      hyperparameters of each parameter group that has weights; `members`: their names
     schedulers  state of each learning-rate scheduler
     kinds       names of the optimizer's and the schedulers' classes
     origin      the checkpoint that it was read from
@@ -110,7 +114,12 @@ class StageState:
     groups: list[dict[str, Any]] = field(default_factory=list)
     schedulers: list[dict[str, Any]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    members: list[list[str]] = field(default_factory=list)
     origin: str = ""
+
+    def newest(self) -> dict[str, Tensor]:
+        """The latest weights."""
+        return self.weights[max(self.weights)]
 
     def add_optimizer(
         self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
@@ -125,46 +134,74 @@ class StageState:
         for name, weight in weights.items():
             if weight in optimizer.state:
                 self.optimizer[name] = _saved(optimizer.state[weight])
-        self.groups = [
-            _saved({key: value for key, value in group.items() if key != "params"})
-            for group in optimizer.param_groups
-        ]
+        names, kept = {id(weight): name for name, weight in weights.items()}, []
+        for g, group in enumerate(optimizer.param_groups):
+            members = [names[id(p)] for p in group["params"] if id(p) in names]
+            if members:  # of its weights, and not of other stages' alone
+                kept.append(g)
+                others = "params", "param_names"
+                self.groups.append(_saved({k: v for k, v in group.items() if k not in others}))
+                self.members.append(members)
         for scheduler in schedulers:
             try:
-                self.schedulers.append(_saved(scheduler.state_dict()))
+                state = scheduler.state_dict()
+                self.schedulers.append(
+                    _saved(_by_group(lambda of, _: [of[g] for g in kept], state, state))
+                )
             except Exception as error:
                 raise ValueError(
                     f"{type(scheduler).__name__}.state_dict() failed, and is needed for a "
                     f"checkpoint ({type(error).__name__}: {error})"
                 ) from error
-        self.kinds = _kinds_of(optimizer, schedulers)
+        self.kinds = kinds_of(optimizer, schedulers)
 
     def load_optimizer(
-        self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
+        self,
+        optimizer: Any,
+        schedulers: Sequence[Any],
+        weights: Mapping[str, nn.Parameter],
+        *,
+        part: bool = False,
     ) -> None:
-        """Put the state into an optimizer of these weights. ValueError for another kind."""
+        """Put the state into an optimizer of these weights. ValueError for another kind.
+
+        It may have others as well: the reference has one for all stages. And the weights may be
+        only a part of those that had this state.
+        """
         if not self.kinds:  # the stage had nothing to train
             return
-        # The reference has one optimizer for all stages: of its weights these are one stage's.
         names = {id(weight): name for name, weight in weights.items()}
-        kinds = _kinds_of(optimizer, schedulers)
-        if self.kinds != kinds or len(self.groups) != len(optimizer.param_groups):
+        kinds, every = kinds_of(optimizer, schedulers), optimizer.param_groups
+        used = [group for group in every if group["params"]]
+        alone = all(id(weight) in names for group in used for weight in group["params"])
+        if self.kinds != kinds or (alone and not part and len(self.groups) != len(used)):
             raise ValueError(
                 f"{self.origin} was made with {_summary(self.kinds, self.groups)}, and now there "
-                f"are {_summary(kinds, optimizer.param_groups)}: give the same optimizer"
+                f"are {_summary(kinds, used)}: give the same optimizer"
             )
-        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
+        saved_of = {name: g for g, members in enumerate(self.members) for name in members}
+        came = {}  # parameter groups that go on from saved ones
+        for g, group in enumerate(every):
+            own = [names[id(weight)] for weight in group["params"] if id(weight) in names]
+            if own:
+                came[g] = saved_of.get(own[0], g)
+        for g, number in came.items():
+            group = every[g]
             # A copy: the reference loads the same, and schedulers write into what they are given.
-            own = copy.deepcopy(saved)
-            for key, value in own.items():
+            settings = copy.deepcopy(self.groups[number])
+            for key, value in settings.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    own[key] = value.to(group[key].device)
-            group.update(own)
+                    settings[key] = value.to(group[key].device)
+            group.update(settings)
             for weight in group["params"]:
                 if (name := names.get(id(weight))) in self.optimizer:
                     optimizer.state[weight] = _placed(self.optimizer[name], weight, group)
+
+        def own_of(saved: list, now: Any) -> list:
+            return [saved[came[g]] if g in came else own for g, own in enumerate(now)]
+
         for scheduler, saved in zip(schedulers, self.schedulers, strict=True):
-            scheduler.load_state_dict(copy.deepcopy(saved))
+            scheduler.load_state_dict(_by_group(own_of, saved, scheduler.state_dict()))
 
     def other_rates(self, optimizer: Any) -> Iterator[str]:
         """What to tell a caller who gives others, as to torch's load_state_dict: the saved stay.
@@ -185,7 +222,14 @@ class StageState:
 
     def values(self) -> dict[str, Tensor]:
         """All numbers in it by their path, for a comparison."""
-        content = (self.weights, self.buffers, self.optimizer, self.groups, self.schedulers)
+
+        def named(of: Sequence[Any], _: Any = None) -> Any:
+            # The reference's optimizer may have them in another order.
+            return {min(members): value for members, value in zip(self.members, of, strict=False)}
+
+        groups = named(self.groups)
+        schedulers = [_by_group(named, state, state) for state in self.schedulers]
+        content = (self.weights, self.buffers, self.optimizer, groups, schedulers)
         found = {}
         for path, value in pytree.tree_flatten_with_path(content)[0]:
             if isinstance(value, (Tensor, bool, int, float, complex)):
@@ -193,7 +237,30 @@ class StageState:
         return found
 
 
-def _kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
+def _by_group(change: Callable[[list, Any], Any], saved: Any, now: Any) -> Any:
+    """A scheduler's saved state, with its lists by parameter group changed, beside those of now."""
+    if isinstance(saved, dict):
+        found = {}
+        for key, value in saved.items():
+            other = now.get(key) if isinstance(now, dict) else None
+            each = key in PER_GROUP and isinstance(value, list)
+            found[key] = change(value, other) if each else _by_group(change, value, other)
+        return found
+    if isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        return [_by_group(change, *pair) for pair in zip(saved, now, strict=True)]
+    return copy.deepcopy(saved)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether trees have equal numbers and other leaves."""
+    leaves, (others, structure) = pytree.tree_leaves(a), pytree.tree_flatten(b)
+    return pytree.tree_structure(a) == structure and all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
+        for x, y in zip(leaves, others, strict=True)
+    )
+
+
+def kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
     return [type(x).__name__ for x in (optimizer, *schedulers)]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Bytes, Order
+from pipelab.runtime.orders import Bytes, Order, Update
 from pipelab.runtime.stage import CountingStage
 from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.ledger import storages
@@ -85,6 +85,7 @@ class VersionedStage(CountingStage):
         self.optimizer, self.schedulers = make_optimizer(options.optimizer, trained)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
+        self._groups = self.optimizer.param_groups if self.optimizer else []
         self._note_constants()
         self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
 
@@ -130,6 +131,7 @@ class VersionedStage(CountingStage):
             news = [self.news()]
         tied = _add_up(news)
         own_square = sum(n.square for n in news)
+        square = self._told_square(number, received or {}, tied)
         divisor = self.divisor(number, lambda: own_square + sum(map(_square, tied.values())))
         # [1] the handles take the latest weights, and the whole gradient
         latest = self.weights[number]
@@ -153,6 +155,10 @@ class VersionedStage(CountingStage):
         else:
             self.weights[number + 1] = self.weights.pop(number)
         # [3] step
+        used = [group for group in self._groups if group["params"]]
+        rates = [group["lr"] for group in used if "lr" in group]
+        rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        self.updates[number] = Update(square, rates)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -160,6 +166,19 @@ class VersionedStage(CountingStage):
                 scheduler.step()
         self._of_optimizer = None
         self.end_update(number)
+
+    def _told_square(
+        self, number: int, received: Mapping[int, News], tied: Mapping[int, Tensor]
+    ) -> Any:
+        """The squared norm of the gradient; that of tied weights is told by their first stage."""
+        own = [total for name, total in self.total.items() if self.ties.get(name) not in tied]
+        for tie in {*self.ties.values()} & tied.keys():
+            if all(s >= self.number for s, news in received.items() if tie in news.tied):
+                own.append(tied[tie])
+        count = self.counts.get(number, 0.0) or 1.0
+        # Not a number yet: a GPU would have to be waited for.
+        norms = [torch.linalg.vector_norm(_values(gradient)) for gradient in own]
+        return sum(norm.double().square() for norm in norms) / count**2 if norms else 0.0
 
     # ---- what is asked of it between actions and afterwards
 
@@ -233,6 +252,9 @@ class VersionedStage(CountingStage):
     def on_host(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return on_cpu(weights)
 
+    def given_back(self, output: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), output)
+
     # ---- the versions
 
     def _bind_version(self, version: int) -> None:
@@ -272,6 +294,11 @@ def _add_up(news: Iterable[News]) -> dict[int, Tensor]:
         for tie, gradient in tied.items():
             total[tie] = total[tie] + gradient if tie in total else gradient
     return total
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Its numbers, none of them twice."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

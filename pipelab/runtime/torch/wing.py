@@ -129,7 +129,8 @@ class TorchWing(Wing):
         index = Index.read(path)
         index.check_fits(path, self.schedule, endless)
         self.begun = index.batch
-        self.start = checkpoint.states_for(folder, index, self.stages, self._here())
+        factory = self.options.optimizer
+        self.start = checkpoint.states_for(folder, index, self.stages, self._here(), factory)
         read = [] if endless else Segment(self.schedule, 0, index.batch).later_in_table()
         for s, versions in enumerate(read):
             lost = versions - {*self.start[s].weights} if s in self.start else ()
@@ -219,8 +220,15 @@ class TorchWing(Wing):
         with draft_of(folder, first, token) as draft:
             yield draft
             if first:
-                checkpoint.write_index(draft, self.schedule, done, self.options.seed, self.owner)
+                seed, owner = self.options.seed, self.owner
+                checkpoint.write_index(draft, self.schedule, done, seed, owner, self.stages)
         self.launcher.from_first(lambda: None, "save")  # all ranks may read it from now on
+
+    def save_loader(self, folder: Path, loader: Any) -> None:
+        checkpoint.save_loader(folder, loader)
+
+    def saved_loader(self, folder: Path) -> Any:
+        return checkpoint.load_loader(folder)
 
     def saved(self, folder: Path) -> list[StageState]:
         # From the files, so that what is judged is what was written.

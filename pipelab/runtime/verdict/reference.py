@@ -109,6 +109,7 @@ class Arithmetic(Protocol):
 
     def release(self) -> None:
         """Keep none of the weights that were computed with."""
+        return None
 
     def named(self, weights: Any) -> Weights:
         """The tensors that a run gives back of a stage, by name."""

@@ -1,0 +1,175 @@
+"""A checkpoint's content for another cut of the same layers: each weight finds its state by layer.
+
+Stages that are nn.Sequentials of the same layers, in the same order, differ by where they are cut
+alone. A weight's name is then its layer's number in the model, and its name inside the layer.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from pipelab.runtime.torch.state import StageState, equal, kinds_of, make_optimizer
+
+
+class Place(NamedTuple):
+    """A weight or buffer: the number of its layer in the model, and its name inside the layer."""
+
+    layer: int
+    name: str
+
+
+def layers_in(stages: Sequence[nn.Module]) -> list[list[str]]:
+    """By stage, the names of its layers; nothing where one is no plain nn.Sequential."""
+    plain = all(
+        type(stage).forward is nn.Sequential.forward and not (stage._parameters or stage._buffers)
+        for stage in stages
+    )
+    return [[name for name, _ in stage.named_children()] for stage in stages] if plain else []
+
+
+class Cut:
+    """Where layers stand in stages.
+
+    layers  by stage, their names
+    """
+
+    def __init__(self, layers: Sequence[Sequence[str]]) -> None:
+        places = [(s, name) for s, names in enumerate(layers) for name in names]
+        self._local = places
+        self._layer = {place: layer for layer, place in enumerate(places)}
+
+    def place(self, stage: int, name: str) -> Place:
+        """The place of what has this name in a stage."""
+        layer, _, rest = name.partition(".")
+        return Place(self._layer[stage, layer], rest)
+
+    def local(self, place: Place) -> tuple[int, str]:
+        """Its stage, and its name there."""
+        stage, layer = self._local[place.layer]
+        return stage, f"{layer}.{place.name}"
+
+
+def recut(
+    load: Callable[[int], StageState],
+    saved: Sequence[Sequence[str]],
+    stages: Sequence[nn.Module],
+    wanted: Iterable[int],
+    factory: Callable[[Any], Any] | None,
+) -> dict[int, StageState]:
+    """What the `wanted` ones of `stages` go on from, of a checkpoint of another cut.
+
+    load     reads one of its stages
+    saved    the names of the layers of its stages
+    factory  makes optimizers, whose parameter groups tell which of the saved ones they go on from
+
+    ValueError where weights of one parameter group had different ones.
+    """
+    old, new = Cut(saved), Cut(layers_in(stages))
+    # [1] the places of each weight: tied ones have several, of which stages name one
+    places: dict[int, list[Place]] = {}
+    for s, stage in enumerate(stages):
+        for name, p in stage.named_parameters(remove_duplicate=False):
+            places.setdefault(id(p), []).append(new.place(s, name))
+    known: dict[int, StageState] = {}
+
+    def state_of(s: int) -> StageState:
+        if s not in known:
+            known[s] = load(s)
+        return known[s]
+
+    # [2] stage by stage
+    found = {}
+    for s in wanted:
+        own = dict(stages[s].named_parameters())
+        sources: dict[str, tuple[int, str]] = {}
+        for name, p in own.items():
+            for place in (new.place(s, name), *places[id(p)]):
+                at, there = old.local(place)
+                if there in state_of(at).newest():
+                    sources.setdefault(name, (at, there))
+        found[s] = _merged(stages[s], s, sources, state_of, old, new)
+        _add_optimizer(found[s], own, sources, state_of, factory)
+    return found
+
+
+def _merged(
+    stage: nn.Module,
+    s: int,
+    sources: Mapping[str, tuple[int, str]],
+    state_of: Callable[[int], StageState],
+    old: Cut,
+    new: Cut,
+) -> StageState:
+    """A stage's weights, buffers, and the optimizer's state of each weight."""
+    # [1] what its layers had; other names of tied weights go, any that the model lacks stay to be
+    #     told of
+    names = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    layers = [new.place(s, f"{name}.").layer for name, _ in stage.named_children()]
+    before = sorted({old.local(Place(layer, ""))[0] for layer in layers})
+    weights: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for at in before:
+        state = state_of(at)
+        for content, into in ((state.newest(), weights), (state.buffers, buffers)):
+            for there, value in content.items():
+                to, name = new.local(old.place(at, there))
+                if to == s and (into is buffers or name not in names):
+                    into[name] = value
+    weights |= {name: state_of(at).newest()[there] for name, (at, there) in sources.items()}
+    # [2] one version: with a flush none is older
+    version = max(state_of(before[0]).weights)
+    optimizer = {
+        name: state_of(at).optimizer[there]
+        for name, (at, there) in sources.items()
+        if there in state_of(at).optimizer
+    }
+    return StageState({version: weights}, buffers, optimizer, origin=state_of(before[0]).origin)
+
+
+def _add_optimizer(
+    state: StageState,
+    weights: Mapping[str, nn.Parameter],
+    sources: Mapping[str, tuple[int, str]],
+    state_of: Callable[[int], StageState],
+    factory: Callable[[Any], Any] | None,
+) -> None:
+    """The optimizer that is made of a stage's weights, with what the saved ones had of each."""
+    handles = {name: copy.copy(p) for name, p in weights.items() if p.requires_grad}
+    optimizer, schedulers = make_optimizer(factory, [*handles.values()])
+    if optimizer is None:
+        return
+    # [1] the saved stages, each with its weights' names of now
+    parts = []
+    for at in sorted({at for at, _ in sources.values()}):
+        before, now = state_of(at), {}
+        for name, (source, there) in sources.items():
+            if source == at and name in handles:
+                now[there] = name
+        members = [[now[name] for name in of if name in now] for of in before.members]
+        parts.append(replace(before, optimizer=state.optimizer, members=members))
+    # [2] what they go on with has to be the same for all weights of a group
+    kinds = kinds_of(optimizer, schedulers)
+    names = {id(p): name for name, p in handles.items()}
+    for g, group in enumerate(optimizer.param_groups):
+        own_names = {names[id(p)] for p in group["params"]}
+        came = [
+            settings
+            for part in parts
+            if part.kinds == kinds
+            for settings, of in zip(part.groups, part.members, strict=True)
+            if own_names & {*of}
+        ]
+        if any(not equal(came[0], other) for other in came):
+            raise ValueError(
+                f"in {state.origin} the weights of parameter group {g} had different learning "
+                "rates or other settings: give an optimizer with the groups that it had, or the "
+                "same stages"
+            )
+    for part in parts:
+        own = {name: handles[name] for of in part.members for name in of}
+        part.load_optimizer(optimizer, schedulers, own, part=True)
+    state.optimizer = {}
+    state.add_optimizer(optimizer, schedulers, handles)

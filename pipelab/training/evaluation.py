@@ -1,0 +1,60 @@
+"""Evaluation: the losses of batches that nothing was trained on, their metrics, and outputs."""
+
+from collections.abc import Sequence
+from math import exp
+from typing import Any
+
+from pipelab.runtime.batches import Trees, mean_losses
+from pipelab.runtime.result import Run
+
+
+class Evaluation(list):
+    """The losses, one a batch; and what was asked for beside them.
+
+    outputs  by batch, the model's output of all its samples, on the host
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+        self._pieces: list[tuple[float, float]] = []  # (mean, count) of losses by micro-batch
+        self._metrics: dict[str, list[tuple[float, float]]] = {}
+
+    def __repr__(self) -> str:
+        metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        return f"<Evaluation of {len(self)} batches: loss {self.loss:.4g}{metrics}>"
+
+    def add(self, run: Run, times: int, trees: Trees) -> None:
+        """Add what a run found of a batch, each of whose samples it had so many `times`."""
+        self += run.losses
+        self._pieces += _shares(zip(run.microbatch_losses, run.counts, strict=True), times)
+        for measured in run.metrics:
+            for name, found in measured.items():
+                self._metrics.setdefault(name, []).extend(_shares([found], times))
+        if run.outputs:
+            whole = trees.joined(run.outputs)
+            once = trees.map(lambda leaf: leaf[::times] if times > 1 else leaf, whole)
+            self.outputs.append(once)
+
+    @property
+    def loss(self) -> float:
+        """The mean over all that counts in all batches: of tokens, say, which batches differ in."""
+        return _mean(self._pieces)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss: of a cross entropy, how many tokens it is as unsure as."""
+        return exp(self.loss)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Their means over all that they count in all batches."""
+        return {name: _mean(pieces) for name, pieces in self._metrics.items()}
+
+
+def _shares(pieces: Any, times: int) -> list[tuple[float, float]]:
+    return [(mean, count / times) for mean, count in pieces]
+
+
+def _mean(pieces: Sequence[tuple[float, float]]) -> float:
+    return mean_losses(pieces, 1)[0] if pieces else float("nan")

@@ -1,0 +1,183 @@
+"""A training goes on with the same layers in another number of stages, or of other sizes."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
+
+from pipelab import Trainer, make, run
+from pipelab.models.sequential import split
+
+
+def layers():
+    """Eight, with a norm, running statistics, and a tied pair: the first and the last."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    last.weight = first.weight
+    middle = [nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8)]
+    return [layer.double() for layer in (first, *middle, nn.ReLU(), last)]
+
+
+def adamw(weights):
+    groups = [
+        {"params": [w for w in weights if w.ndim > 1]},
+        {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+    warm = LinearLR(optimizer, 0.1, total_iters=3)
+    return optimizer, SequentialLR(
+        optimizer, [warm, LambdaLR(optimizer, lambda step: 0.9**step)], milestones=[3]
+    )
+
+
+def batches(count, start=0):
+    random = torch.Generator().manual_seed(1)
+    made = torch.randn(start + count, 2, 12, 8, generator=random, dtype=torch.float64)
+    return [(x, y) for x, y in made[start:]]
+
+
+def by_layer(weights, balance):
+    """Tensors by layer and name, of a state dict per stage."""
+    found, before = {}, 0
+    for of_stage, count in zip(weights, balance, strict=True):
+        for name, value in of_stage.items():
+            layer, _, rest = name.partition(".")
+            found[before + int(layer), rest] = value
+        before += count
+    return found
+
+
+def trained(folder, balance, factory=adamw, name="pipedream_flush", **options):
+    """A Trainer's three batches from the folder's last checkpoint on; it leaves another."""
+    done = len([*folder.iterdir()]) * 3
+    resume = folder / str(done) if done else None
+    stages = split(layers(), balance)
+    schedule = make(name, len(balance), 4)
+    made = Trainer(
+        schedule, stages, F.mse_loss, factory, resume=resume, check=True, seed=3, **options
+    )
+    with made as trainer:
+        steps = [*trainer.fit(batches(3, done))]
+        assert all(step.check.passed for step in steps), [step.check for step in steps]
+        trainer.save(folder / str(done + 3))
+        return by_layer(trainer.weights, balance)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for place, value in expected.items():
+        torch.testing.assert_close(found[place], value, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("second", [[8], [4, 4], [1, 2, 2, 3], [1, 1, 1, 1, 1, 1, 1, 1]], ids=str)
+def test_a_training_goes_on_in_another_number_of_stages(tmp_path, second):
+    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
+    for balance in ([2, 2, 4], [2, 2, 4], [2, 2, 4]):
+        expected = trained(tmp_path / "one", balance)
+    for balance in ([2, 2, 4], second, [3, 5]):  # and once more, from what was cut anew
+        found = trained(tmp_path / "other", balance)
+    assert_equal(found, expected)
+
+
+def test_replicas_and_the_schedule_may_change_as_well(tmp_path):
+    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "layers", partial(_without, layers))
+        for _ in range(2):
+            expected = trained(tmp_path / "one", [4, 4])
+        trained(tmp_path / "other", [4, 4])
+        found = trained(tmp_path / "other", [2, 2, 4], name="gpipe", replicas=3)
+    assert_equal(found, expected)
+
+
+def _without(made):
+    return [nn.Identity() if isinstance(x, nn.BatchNorm1d) else x for x in made()]
+
+
+def test_rates_of_layers_go_with_them(tmp_path):
+    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
+
+    def by_layer_rate(weights):
+        # A group for each weight: rates of their own, which the schedulers have noted.
+        groups = [{"params": [w], "lr": 0.01 + 0.01 * w.ndim} for w in weights]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        return optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
+
+    for _ in range(3):
+        expected = trained(tmp_path / "one", [2, 2, 4], by_layer_rate)
+    trained(tmp_path / "other", [2, 2, 4], by_layer_rate)
+    # Others are given now: those of the checkpoint stay, as with the same stages.
+    with pytest.warns(UserWarning, match="goes on with"):
+        trained(tmp_path / "other", [3, 5], lambda w: _slower(by_layer_rate(w)))
+    found = trained(tmp_path / "other", [8], by_layer_rate)
+    assert_equal(found, expected)
+
+
+def _slower(made):
+    optimizer, scheduler = made
+    for group in optimizer.param_groups:
+        group["initial_lr"] /= 2
+    return optimizer, scheduler
+
+
+def test_one_group_of_weights_that_had_different_rates_is_refused(tmp_path):
+    def two_rates(weights):
+        halves = weights[: len(weights) // 2], weights[len(weights) // 2 :]
+        return torch.optim.SGD([{"params": w, "lr": 0.1 + 0.1 * i} for i, w in enumerate(halves)])
+
+    stages = split(layers(), [2, 2, 4])
+    with Trainer(make("gpipe", 3, 4), stages, F.mse_loss, two_rates, check=False) as trainer:
+        list(trainer.fit(batches(1)))
+        trainer.save(tmp_path / "3")
+    with pytest.raises(ValueError, match="parameter group 0 had different learning rates"):
+        trained(tmp_path, [4, 4], two_rates)
+
+
+def test_what_is_no_other_cut_is_refused(tmp_path):
+    trained(tmp_path, [4, 4])
+    resume = tmp_path / "3"
+    schedule = make("gpipe", 2, 4)
+
+    def going_on(stages, schedule=schedule):
+        return Trainer(schedule, stages, F.mse_loss, adamw, resume=resume)
+
+    with pytest.raises(ValueError, match=r"2 stages of \[4, 4\] layers.* 2 stages of \[4, 3\]"):
+        going_on(split(layers()[:-1], [4, 3]))
+    wide = layers()
+    wide[1] = nn.Linear(8, 8, bias=False).double()
+    with pytest.raises(ValueError, match=r"weight 1\.bias of stage 0 is missing in the model"):
+        going_on(split(wide, [3, 5]))
+    wide[1] = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match=r"weight 1\.weight of stage 0 is .*float32"):
+        going_on(split(wide, [3, 5]))
+
+    class Own(nn.Module):
+        def __init__(self, stage):
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, x):
+            return self.stage(x)
+
+    with pytest.raises(ValueError, match=r"as nn\.Sequentials"):
+        going_on([*map(Own, split(layers(), [2, 2, 4]))], make("gpipe", 3, 4))
+
+    def adam(weights):
+        return torch.optim.Adam([{"params": weights[:1]}, {"params": weights[1:]}])
+
+    with pytest.raises(ValueError, match=r"made with AdamW, 2 .*are Adam, 2"):
+        Trainer(schedule, split(layers(), [3, 5]), F.mse_loss, adam, resume=resume)
+
+
+def test_without_a_flush_the_cut_stays(tmp_path):
+    own = [copy.deepcopy(layer) for layer in layers()]
+    given = batches(4), F.mse_loss, torch.optim.SGD
+    table = make("pipedream", 2, 4, batches=4)
+    run(table, split(own, [4, 4]), *given, save=tmp_path / "c", stop=2)
+    with pytest.raises(ValueError, match="give the same stages, without a flush"):
+        run(table, split(own, [3, 5]), *given, resume=tmp_path / "c")
