@@ -299,7 +299,6 @@ class Session(AbstractContextManager):
                 lambda wide: Reference(
                     wing.arithmetic(wide, segment.done.updates, states),
                     options,
-                    brief=wide,
                     # Without a flush stages update at different times: there is no norm over all.
                     shared_clip=not segment.table.asynchronous,
                     sparing=whole > room,

@@ -548,19 +548,31 @@ def test_an_asynchronous_checkpoint_holds_every_version_that_is_still_read(tmp_p
     assert versions == [[4, 5, 6], [5, 6], [6]]
 
 
-def test_a_checkpoint_of_another_cut_is_refused(tmp_path):
+def test_a_checkpoint_of_other_stages_that_are_not_cut_of_layers_is_refused(tmp_path):
     torch.manual_seed(0)
     layers = [layer.double() for layer in mlp(layers=8, width=6)]
 
     def on(balance, **options):
         schedule = make("pipedream_flush", len(balance), 4, batches=4)
-        return run(schedule, split(layers, balance), batches(4), F.mse_loss, ADAMW, **options)
+        stages = [*map(Whole, split(layers, balance))]
+        return run(schedule, stages, batches(4), F.mse_loss, ADAMW, **options)
 
     on([4, 4], save=tmp_path / "c", stop=2)
-    with pytest.raises(ValueError, match="is of 2 stages, and the model has 3: give the same"):
+    with pytest.raises(ValueError, match="is of 2 stages, and the model has 3 stages: give the"):
         on([2, 3, 3], resume=tmp_path / "c")
     with pytest.raises(ValueError, match=r"of stage \d is .* and missing in .*: give the same"):
         on([5, 3], resume=tmp_path / "c")
+
+
+class Whole(nn.Module):
+    """A stage whose layers are its own matter."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "inter_layer"])

@@ -165,13 +165,17 @@ def test_batches_are_read_when_they_are_needed(name):
     with Trainer(one, stages(one.stages), F.mse_loss, ADAM) as trainer:
         source = endless()
         counts = [len(read) for _ in trainer.fit(source, steps=4)]
-        assert counts == [1, 3, 4, 4]  # the first is checked alone; then one is under way
+        # The first is checked alone; then one is under way, or two where the updates of one end
+        # among the next one's actions.
+        more = name == "pipedream"
+        assert counts == [1, 3 + more, 4, 4]
         assert trainer.number == len(read) == 4
         for batch in trainer.fit(source):
             if batch.number == 6:
                 break
-        assert trainer.number == len(read) == 7  # the seventh was under way
-        assert [batch.number for batch in trainer.fit(source, steps=1)] == [7, 8]
+        assert trainer.number == len(read) == 7 + more  # they were under way
+        rest = [batch.number for batch in trainer.fit(source, steps=1)]
+        assert rest == [7, 8, 9][: 2 + more]
         assert list(trainer.fit([])) == []
 
 

@@ -58,7 +58,10 @@ class TorchArithmetic(reference.Arithmetic):
         self.stages = self.replicas[0]
         self._note_precision()
         named = [dict(stage.named_parameters()) for stage in self.stages]
-        self.history = [{first: {name: p.data for name, p in of.items()}} for of in named]
+        # The caller's own, which the run leaves as they are.
+        self.history = [
+            {first: {name: p.detach() for name, p in stage.named_parameters()}} for stage in stages
+        ]
         if wide:
             for module in self.replicas.modules():
                 if isinstance(module, nn.RMSNorm) and module.eps is None:
@@ -66,9 +69,9 @@ class TorchArithmetic(reference.Arithmetic):
                     own = next((p.dtype for p in module.parameters()), self._of_weights)
                     fine = own is torch.float64
                     module.eps = torch.finfo(torch.float64 if fine else torch.float32).eps
+            self.release()
             for tensor in (*self.replicas.parameters(), *self.replicas.buffers()):
                 tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
-            self.release()
         # [2] names of what is trained; of tied weights all but the first
         self.trained = [[n for n, p in of.items() if p.requires_grad] for of in named]
         labels: dict[int, list[str]] = {}
@@ -86,6 +89,7 @@ class TorchArithmetic(reference.Arithmetic):
         self.optimizers = [] if wide else self._make_optimizers()
         for of_stage, state, made in zip(named, start, self.optimizers, strict=False):
             state.load_optimizer(*made, of_stage)
+        self.release()
 
     def _make_optimizers(self) -> list[tuple[Any, list[Any]]]:
         """One optimizer for all stages, as without a pipeline, named for each of them.

@@ -116,10 +116,11 @@ def save_stage(folder: Path, stage: int, state: StageState) -> None:
 
 def packed(stage: int, state: StageState) -> bytes:
     """The bytes of a stage's file. ValueError for what `load_stage` could not read."""
-    return _bytes_of(vars(state), f"what the optimizer or a scheduler of stage {stage} keeps")
+    what = f"stage {stage}: no checkpoint can hold what its optimizer or a scheduler keeps"
+    return _bytes_of(vars(state), what)
 
 
-def _bytes_of(state: Any, what: str) -> bytes:
+def _bytes_of(state: Any, refusal: str) -> bytes:
     content = io.BytesIO()
     try:
         torch.save(state, content)
@@ -129,8 +130,8 @@ def _bytes_of(state: Any, what: str) -> bytes:
         torch.load(content, weights_only=True)
     except Exception as error:  # whatever a class of the caller's raises while it is pickled
         raise ValueError(
-            f"no checkpoint can hold {what} ({str(error).splitlines()[0]}): keep tensors, numbers "
-            "and strings, or lists, tuples and dicts of them"
+            f"{refusal} ({str(error).splitlines()[0]}): keep tensors, numbers and strings, or "
+            "lists, tuples and dicts of them"
         ) from error
     return content.getvalue()
 
@@ -162,7 +163,9 @@ def save_loader(folder: Path, loader: Any) -> None:
             "`fit` what `rest_of` leaves of it; or use torchdata's StatefulDataLoader"
         )
     with writing(folder):
-        (folder / LOADER).write_bytes(_bytes_of(loader.state_dict(), "the loader's state"))
+        (folder / LOADER).write_bytes(
+            _bytes_of(loader.state_dict(), "no checkpoint can hold the loader's state")
+        )
 
 
 def load_loader(folder: Path) -> Any:

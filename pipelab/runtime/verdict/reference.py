@@ -153,7 +153,6 @@ class Reference:
     """A training in one precision; it keeps the versions still to be read, and follows the run's.
 
     history      [stage][version], its weights; as they were given until they are computed with
-    brief        whether copies to compute with are made each time, for want of memory
     shared_clip  whether `clip` is the norm over all stages, and not that of each
     tick         is called after every piece that is not a second opinion
     traces       whether forwards may change weights, or what modules remember
@@ -165,14 +164,13 @@ class Reference:
         arithmetic: Arithmetic,
         options: Options,
         *,
-        brief: bool,
         shared_clip: bool,
         sparing: bool = False,
     ) -> None:
         self.arithmetic, self.options, self.shared_clip = arithmetic, options, shared_clip
-        self.brief, self.sparing = brief, sparing
+        self.sparing = sparing
         self.history = arithmetic.history
-        self._placed: dict[tuple[int, int], Weights] = {}  # by stage and version, copies of them
+        self._placed: dict[tuple[int, int], Weights] = {}  # copies, by stage and version
         self.tick: Callable[[], object] = lambda: None
         self.traces = True
         self._before = arithmetic.remembered()  # the latest gradient or loss without a jitter
@@ -312,7 +310,7 @@ class Reference:
         """A stage's version to compute with: what a forward writes into it stays in it."""
         if (s, v) not in self._placed:
             self._placed[s, v] = self.arithmetic.place(s, self.history[s][v])
-            if not self.brief or self.traces:
+            if self.traces:
                 self.history[s][v] = self._placed[s, v]
         return self._placed[s, v]
 
@@ -358,10 +356,9 @@ class Reference:
         finally:
             if jitter:
                 now.restore()
-            if self.brief:
-                self.arithmetic.release()
-                if not self.traces:
-                    self._placed.clear()
+            self.arithmetic.release()
+            if not self.traces:  # else what was written into them stays
+                self._placed.clear()
 
     def _weights(self, piece: Piece, jitter: Jitter | None, number: int) -> list[Weights]:
         """Those that a piece reads; with a jitter copies, since a forward may write into them.

@@ -103,18 +103,21 @@ class Trial:
             self._count(own_losses)
             return
         losses, gradients = self.truth.gradients([undivided] if undivided else pieces)
+        again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
+        for name, expected in gradients.items():
+            # A second opinion is off by the coarsest rounding that there is anywhere inside.
+            size = max(compute.eps[name], self.narrowed, compute.mixed)
+            self._compare_gradient(
+                t, name, run[name], expected, own_gradients[name], again(name, size)
+            )
+        if undivided and self.coarse:
+            self._compare_narrowed_cut(gradients, own_gradients, pieces)
         # A Trainer looks at its first batch only, of the many that it checks.
         begins = not judged and not (self.first and own.options.endless)
         cut_up: Losses = []
         if undivided and begins and not self.coarse:
+            own_gradients.clear()  # here is most in memory: another truth's gradients
             cut_up = self._compare_cut(gradients, pieces)
-        again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
-        for name, expected in gradients.items():
-            # A second opinion is off by the coarsest rounding that there is anywhere inside.
-            opinion = again(name, max(compute.eps[name], self.narrowed, compute.mixed))
-            self._compare_gradient(t, name, run[name], expected, own_gradients[name], opinion)
-        if undivided and self.coarse:
-            self._compare_narrowed_cut(gradients, own_gradients, pieces)
         self.compare_losses(pieces, own_losses, losses, cut_up)
 
     def _compare_gradient(
