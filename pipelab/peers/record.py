@@ -26,11 +26,13 @@ class StepRecorder:
 
     def __init__(self, module: nn.Module, factory: OptimizerFactory) -> None:
         self.module = module
-        trained = [p for p in module.parameters() if p.requires_grad]
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer: Any = None
         self.schedulers: list[Any] = []
         if trained:
-            self.optimizer, self.schedulers = make_optimizer(factory, trained)
+            self.optimizer, self.schedulers = make_optimizer(
+                factory, [*trained.values()], [*trained]
+            )
 
     def step(self) -> None:
         if self.optimizer:

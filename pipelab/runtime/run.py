@@ -57,7 +57,8 @@ def run(
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the
                mean of)
     optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate
-               schedulers, which step after each update; called once per stage. For jax: an optax
+               schedulers, which step after each update; called once per stage. One whose argument
+               is called named_parameters is given pairs (name, parameter). For jax: an optax
                transformation. It sees one stage: for a norm over all of them there is `clip`, not
                optax.clip_by_global_norm
     backend    "threads" of this process, or "processes" of this machine, one a device (messages
@@ -100,7 +101,9 @@ def run(
                would have been returned, without the check
     resume     a checkpoint to go on from: the same stages and batches; without a flush also the
                same schedule. Bit for bit the run that was not stopped: with the optimizer's
-               settings of then (a warning names another learning rate)
+               settings of then (a warning names another learning rate). With a flush also other
+               stages, if they are nn.Sequentials of the same layers: in another number, or cut
+               elsewhere, equal but for rounding (dropout then draws other numbers)
     timeout    processes: seconds without the end of any action after which the run is given up
 
     `Trainer` does the same batch by batch, without an end.

@@ -37,6 +37,9 @@ from pipelab.table.schedule import Schedule
 from pipelab.table.validate import validate
 
 
+CGROUP = Path("/sys/fs/cgroup")
+
+
 class Wing(ABC):
     """One library's part in a run: its stages, looked at, and who carries out their jobs.
 
@@ -96,20 +99,26 @@ class Wing(ABC):
 
     def free(self) -> float:
         """Bytes that can still be taken where the check computes; inf if that is not known."""
+        free = inf
         with suppress(OSError, ValueError, KeyError):  # of the host: Linux tells
             lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-            return 1024 * float(lines["MemAvailable"].removesuffix("kB"))
-        return inf
+            free = 1024 * float(lines["MemAvailable"].removesuffix("kB"))
+        with suppress(OSError, ValueError):  # of a container; "max" where it has no limit
+            most, taken = ((CGROUP / name).read_text() for name in ("memory.max", "memory.current"))
+            free = min(free, float(most) - float(taken))
+        return free
 
     def needed(self, updates: int) -> int:
         """Bytes that a check of so many updates takes beside what forwards keep.
 
-        A weight's own for its gradient and its new value in each update, and four times that for
-        the reference's weight, gradient and two moments; 16 for float64's weight and gradient. In
-        float32 that is 48 a weight for two updates, as benchmarks/checked.md measured.
+        A weight's own for its gradient and its new value in each update; and at most either 24 for
+        float64's weight and its gradients of the whole batch and of its parts, or 16 with the
+        reference's gradient and two moments. In float32 that is 44 a weight for two updates;
+        benchmarks/checked.md measured 39 to 51.
         """
         size, count = self.size()
-        return (4 + 2 * updates * self.options.replicas) * size + 16 * count
+        kept = 2 * updates * self.options.replicas * size
+        return kept + max(24 * count, 3 * size + 16 * count)
 
     def check_optimizer(self) -> None:  # noqa: B027
         """Refuse an optimizer that cannot step each stage alone, if the library can tell."""

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pipelab.runtime.batches import samples_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
+from pipelab.runtime.torch.recut import names_in
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, make_optimizer
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Sums, Weights
@@ -96,12 +97,15 @@ class TorchArithmetic(reference.Arithmetic):
 
         One for each where the factory makes different kinds, such as SparseAdam for an embedding.
         """
-        factory, stages = self.options.optimizer, self.stages
-        trained = [p for p in stages.parameters() if p.requires_grad]
-        own = [[p for p in stage.parameters() if p.requires_grad] for stage in stages]
-        made = [make_optimizer(factory, weights) for weights in own]
+        factory, names = self.options.optimizer, names_in(self.stages)
+        own = [
+            {p: names[s][n] for n, p in stage.named_parameters() if p.requires_grad}
+            for s, stage in enumerate(self.stages)
+        ]
+        made = [make_optimizer(factory, [*of], [*of.values()]) for of in own]
         if self.repeated or len({type(optimizer) for optimizer, _ in made if optimizer}) < 2:
-            made = [make_optimizer(factory, trained)] * len(made)
+            every = {p: name for of in own for p, name in of.items()}  # tied ones once
+            made = [make_optimizer(factory, [*every], [*every.values()])] * len(made)
         return made
 
     def _note_precision(self) -> None:

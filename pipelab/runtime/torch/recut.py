@@ -30,6 +30,24 @@ def layers_in(stages: Sequence[nn.Module]) -> list[list[str]]:
     return [[name for name, _ in stage.named_children()] for stage in stages] if plain else []
 
 
+def names_in(stages: Sequence[nn.Module]) -> list[dict[str, str]]:
+    """By stage, what its weights are called in the model: name -> name; a tied one as its first.
+
+    By the numbers of their layers in it, which another cut leaves as they are; where stages are no
+    plain nn.Sequentials, by those of the stages.
+    """
+    layers = layers_in(stages)
+    known: dict[int, str] = {}
+    cut, found = Cut(layers), []
+    for s, stage in enumerate(stages):
+        names = {}
+        for name, p in stage.named_parameters():
+            layer, rest = cut.place(s, name) if layers else Place(s, name)
+            names[name] = known.setdefault(id(p), f"{layer}.{rest}")
+        found.append(names)
+    return found
+
+
 class Cut:
     """Where layers stand in stages.
 
@@ -81,7 +99,7 @@ def recut(
         return known[s]
 
     # [2] stage by stage
-    found = {}
+    found, names = {}, names_in(stages)
     for s in wanted:
         own = dict(stages[s].named_parameters())
         sources: dict[str, tuple[int, str]] = {}
@@ -91,7 +109,7 @@ def recut(
                 if there in state_of(at).newest():
                     sources.setdefault(name, (at, there))
         found[s] = _merged(stages[s], s, sources, state_of, old, new)
-        _add_optimizer(found[s], own, sources, state_of, factory)
+        _add_optimizer(found[s], own, sources, state_of, factory, names[s])
     return found
 
 
@@ -135,10 +153,12 @@ def _add_optimizer(
     sources: Mapping[str, tuple[int, str]],
     state_of: Callable[[int], StageState],
     factory: Callable[[Any], Any] | None,
+    called: Mapping[str, str],
 ) -> None:
     """The optimizer that is made of a stage's weights, with what the saved ones had of each."""
     handles = {name: copy.copy(p) for name, p in weights.items() if p.requires_grad}
-    optimizer, schedulers = make_optimizer(factory, [*handles.values()])
+    own_names = [called[name] for name in handles]
+    optimizer, schedulers = make_optimizer(factory, [*handles.values()], own_names)
     if optimizer is None:
         return
     # [1] the saved stages, each with its weights' names of now
@@ -154,13 +174,13 @@ def _add_optimizer(
     kinds = kinds_of(optimizer, schedulers)
     names = {id(p): name for name, p in handles.items()}
     for g, group in enumerate(optimizer.param_groups):
-        own_names = {names[id(p)] for p in group["params"]}
+        in_group = {names[id(p)] for p in group["params"]}
         came = [
             settings
             for part in parts
             if part.kinds == kinds
             for settings, of in zip(part.groups, part.members, strict=True)
-            if own_names & {*of}
+            if in_group & {*of}
         ]
         if any(not equal(came[0], other) for other in came):
             raise ValueError(

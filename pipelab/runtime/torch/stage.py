@@ -1,13 +1,13 @@
 """A stage of a torch model: the forwards and backwards of its micro-batches."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
@@ -21,8 +21,9 @@ from pipelab.runtime.torch.weights import VersionedStage
 from pipelab.table.action import Kind
 
 Loss = Callable[[Any, Any], Any]
-# Makes an optimizer, or a tuple of one and its learning-rate schedulers.
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
+# Makes an optimizer, or a tuple of one and its learning-rate schedulers, of weights; or of pairs of
+# names and weights, if its argument is called named_parameters.
+OptimizerFactory = Callable[[Any], Any]
 
 
 class _Kept(NamedTuple):

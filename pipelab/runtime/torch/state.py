@@ -299,9 +299,14 @@ def _placed(values: Any, weight: Tensor, group: Mapping[str, Any]) -> Any:
 
 
 def make_optimizer(
-    factory: Callable[[Any], Any] | None, weights: Sequence[nn.Parameter]
+    factory: Callable[[Any], Any] | None,
+    weights: Sequence[nn.Parameter],
+    names: Sequence[str] | None = None,
 ) -> tuple[Any, list[Any]]:
     """An optimizer of these weights and its learning-rate schedulers, which share nothing.
+
+    A factory whose argument is called `named_parameters` is given pairs of names and weights, as
+    torch's optimizers take them.
 
     A factory may give what it makes for every stage the same learning-rate tensor, the same dict or
     list, and a scheduler writes into it, already while it is made. So all get copies, and such
@@ -312,7 +317,8 @@ def make_optimizer(
     if not (factory and weights):
         return None, []
     with MAKING:
-        made = factory(weights)
+        named = names and _takes_names(factory)
+        made = factory([*zip(names or (), weights, strict=True)] if named else weights)
         optimizer, *schedulers = made if isinstance(made, tuple) else (made,)
         stepped = [getattr(scheduler, "optimizer", optimizer) for scheduler in schedulers]
         for x, of_x in zip((optimizer, *schedulers), (optimizer, *stepped), strict=True):
@@ -332,6 +338,13 @@ def make_optimizer(
             if isinstance(group.get("lr"), Tensor) and "initial_lr" in group:
                 group["lr"].copy_(group["initial_lr"])
     return optimizer, schedulers
+
+
+def _takes_names(factory: Callable[[Any], Any]) -> bool:
+    try:
+        return next(iter(inspect.signature(factory).parameters), "") == "named_parameters"
+    except (TypeError, ValueError):  # no function of Python's
+        return False
 
 
 def _copied(owner: Any, content: Any, copies: dict[int, Any]) -> Any:

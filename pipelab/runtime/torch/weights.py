@@ -36,6 +36,7 @@ class VersionedStage(CountingStage):
     first, last  whether it is that of the model
     ties    name -> number of the weights that other stages have too: their gradients are added up
     start   what to go on from
+    names   of its weights in the model: see `recut.names_in`
     draws   by whether it trains, whether its forwards draw random numbers: where that is not known
             beforehand, the first one shows it. What draws takes turns with other stages, which the
             rest need not
@@ -57,6 +58,7 @@ class VersionedStage(CountingStage):
         ties: Mapping[str, int],
         start: StageState | None,
         draws: bool,
+        names: Mapping[str, str],
     ) -> None:
         super().__init__(device, options, first=first, last=last)
         self.module, self.ties = module, ties
@@ -64,9 +66,9 @@ class VersionedStage(CountingStage):
         self.total: dict[str, Tensor] = {}
         self.weights = {0: dict(module.named_parameters())}
         # Where each weight stands in the module; in several places if layers share it.
-        names = {id(p): name for name, p in self.weights[0].items()}
+        own = {id(p): name for name, p in self.weights[0].items()}
         self._places = [
-            (part._parameters, attribute, names[id(p)])
+            (part._parameters, attribute, own[id(p)])
             for part in module.modules()
             for attribute, p in part._parameters.items()
             if p is not None
@@ -82,7 +84,8 @@ class VersionedStage(CountingStage):
         }
         self._trained = [name for name, h in self._handles.items() if h.requires_grad]
         trained = [self._handles[name] for name in self._trained]
-        self.optimizer, self.schedulers = make_optimizer(options.optimizer, trained)
+        called = [names[name] for name in self._trained]
+        self.optimizer, self.schedulers = make_optimizer(options.optimizer, trained, called)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._groups = self.optimizer.param_groups if self.optimizer else []

@@ -26,6 +26,7 @@ from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.device import CpuDevice, torch_device
 from pipelab.runtime.torch.names import device_names, find_device, find_part
+from pipelab.runtime.torch.recut import names_in
 from pipelab.runtime.torch.settings import check_modes
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, make_optimizer
@@ -46,6 +47,7 @@ class TorchJob(Job):
     draws    whether forwards are known to draw random numbers
     ties     per stage, the numbers of its tied weights by name
     start    by stage, what to go on from
+    names    by stage, what its weights are called in the model
     """
 
     modules: dict[int, nn.Module]
@@ -53,6 +55,7 @@ class TorchJob(Job):
     draws: bool
     ties: Sequence[dict[str, int]]
     start: Mapping[int, StageState]
+    names: Mapping[int, Mapping[str, str]]
 
     def home(self) -> CpuDevice:
         return torch_device(self.device, self.rank)
@@ -72,6 +75,7 @@ class TorchJob(Job):
                 ties=self.ties[s],
                 start=self.start.get(s),
                 draws=self.draws,
+                names=self.names[s],
             )
             if self.options.save:  # tell now, and not after the training
                 checkpoint.packed(s, made[s].optimizer_state())
@@ -112,6 +116,7 @@ class TorchWing(Wing):
             self.ties = find_ties(schedule, stages)
         if options.save:
             check_saved(stages)
+        self._names = names_in(stages)
         self.launcher, self.devices = _launcher(schedule, options)
         drawing = map(_draws, nn.ModuleList(stages).modules())
         self.draws = options.seed is not None or (options.training and any(drawing))
@@ -148,8 +153,9 @@ class TorchWing(Wing):
     def check_optimizer(self) -> None:
         told: dict[str, None] = {}
         for s, state in self.start.items() if self.launcher.first else ():
-            trained = (p for p in self.stages[s].parameters() if p.requires_grad)
-            made, _ = make_optimizer(self.options.optimizer, [*map(copy.copy, trained)])
+            trained = {n: p for n, p in self.stages[s].named_parameters() if p.requires_grad}
+            own, names = [*map(copy.copy, trained.values())], [self._names[s][n] for n in trained]
+            made, _ = make_optimizer(self.options.optimizer, own, names)
             told |= dict.fromkeys(state.other_rates(made) if made else ())
         for text in told:  # once, whatever stages and processes it is true of
             warnings.warn(text, stacklevel=4)
@@ -171,6 +177,7 @@ class TorchWing(Wing):
             draws=self.draws,
             ties=self.ties,
             start={s: self.start[s] for s in own if self.start},
+            names={s: self._names[s] for s in own},
             **fields,
         )
 

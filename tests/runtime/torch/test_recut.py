@@ -181,3 +181,30 @@ def test_without_a_flush_the_cut_stays(tmp_path):
     run(table, split(own, [4, 4]), *given, save=tmp_path / "c", stop=2)
     with pytest.raises(ValueError, match="give the same stages, without a flush"):
         run(table, split(own, [3, 5]), *given, resume=tmp_path / "c")
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_factory_is_given_names_that_no_cut_changes(tmp_path, backend):
+    seen = []
+
+    def decayed(named_parameters):
+        seen.append([name for name, _ in named_parameters])
+        groups = [
+            {
+                "params": [(n, p) for n, p in named_parameters if n.endswith("bias") == bias],
+                "weight_decay": 0.0 if bias else 0.1,
+            }
+            for bias in (False, True)
+        ]
+        return torch.optim.AdamW([of for of in groups if of["params"]], lr=1e-2)
+
+    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
+    for _ in range(2):
+        expected = trained(tmp_path / "one", [2, 2, 4], decayed, backend=backend)
+    trained(tmp_path / "other", [2, 2, 4], decayed, backend=backend)
+    found = trained(tmp_path / "other", [5, 3], decayed, backend=backend)
+    assert_equal(found, expected)
+    every = {name for names in seen for name in names}
+    own = nn.Sequential(*layers())
+    assert every == {name for name, _ in own.named_parameters()}  # a tied weight has one
+    assert [*dict(own.named_parameters())] in seen
