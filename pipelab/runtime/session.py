@@ -36,7 +36,6 @@ from pipelab.runtime.worker import Job, RunError, told
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import validate
 
-
 CGROUP = Path("/sys/fs/cgroup")
 
 
