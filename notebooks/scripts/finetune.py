@@ -1,4 +1,4 @@
-"""A model of transformers in a pipeline, as a job trains one; checked, and gone on with where it was.
+"""A model of transformers in a pipeline, as a job trains one; checked, and gone on with on any devices.
 
     python finetune.py                                  # a small Llama with random weights, threads
     torchrun --nproc-per-node 4 finetune.py             # a process for each stage, on GPUs if any
@@ -6,7 +6,6 @@
 """
 import argparse
 import os
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -51,10 +50,11 @@ loader = DataLoader(passages[32:], batch_size=32, shuffle=True, generator=order,
 
 
 # [3] The optimizer of a stage: no decay for norms and biases; warm-up, then a cosine.
-def adamw(weights):
-    decayed = [{"params": [w for w in weights if w.ndim > 1]},
-               {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(decayed, lr=3e-3, weight_decay=0.1)
+def adamw(named_parameters):
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    for name, weight in named_parameters:
+        groups["norm" in name or name.endswith("bias")]["params"].append(weight)
+    optimizer = torch.optim.AdamW(groups, lr=3e-3)
     wave = torch.cos(torch.linspace(0, torch.pi, options.steps + 1)) / 2 + 0.5
     return optimizer, LambdaLR(optimizer, lambda step: min((step + 1) / 10, wave[step].item()))
 
@@ -65,15 +65,19 @@ schedule = pipelab.make("pipedream_flush", devices, m)
 first = os.environ.get("RANK", "0") == "0"
 with pipelab.Trainer(schedule, stages, causal_loss, adamw, clip=1.0, resume=last) as trainer:
     while trainer.number < options.steps:
-        epoch, done = divmod(trainer.number, len(loader))
-        order.manual_seed(epoch)
-        for step in trainer.fit(islice(loader, done, None), min(20, options.steps - trainer.number)):
+        order.manual_seed(trainer.number // len(loader))  # the epoch
+        steps = min(20, options.steps - trainer.number)
+        for step in trainer.fit(trainer.rest_of(loader), steps, progress=True):
+            # With log = torch.utils.tensorboard.SummaryWriter(), or wandb.init():
+            # log.add_scalar("loss", step.loss, step.number), or log.log({"loss": step.loss})
             if first and (step.check or step.number % 10 == 0):
-                print(f"step {step.number}: loss {step.loss:.3f}", step.check or "")
-        (loss,) = trainer.evaluate([collate(passages[:32])])  # held out
-        trainer.save(options.folder / f"step_{trainer.number:06}")
+                told = f"loss {step.loss:.3f}, norm {step.norm:.2f}, rate {step.rates[0]:.1e}"
+                print(f"step {step.number}: {told}", step.check or "")
+        held_out = trainer.evaluate([collate(passages[:32])])
+        last = options.folder / f"step_{trainer.number:06}"
+        trainer.save(last)
         if first:
-            print(f"step {trainer.number}: held out {loss:.3f}")
-    if "RANK" not in os.environ:  # a rank of torchrun has its own stage's weights alone
-        load(stages, trainer.weights)
-        model.save_pretrained(options.folder / "model")
+            print(f"step {trainer.number}: held out {held_out.loss:.3f}, a perplexity of {held_out.perplexity:.0f}")
+if first:  # the last checkpoint's weights, of all stages, into the model
+    load(stages, last)
+    model.save_pretrained(options.folder / "model")

@@ -21,7 +21,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 BESIDES = {  # torch and Python
     "with_deepspeed": {"deepspeed", "transformers"},
     "with_pipelab": {"pipelab", "argparse", "os", "pathlib"},
-    "finetune": {"pipelab", "argparse", "itertools", "os", "pathlib", "transformers"},
+    "finetune": {"pipelab", "argparse", "os", "pathlib", "transformers"},
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -89,6 +89,20 @@ def test_finetune_goes_on_bit_for_bit(tmp_path, monkeypatch, capsys):
     assert "step 1: loss" in said and said.count("Check passed") == 2
     held_out = [float(loss) for loss in re.findall(r"step \d+: held out ([\d.]+)", said)]
     assert held_out[0] > held_out[1] == held_out[2]
+
+
+def test_finetune_goes_on_on_other_devices(tmp_path, monkeypatch, capsys):
+    script = FOLDER / "finetune.py"
+    for devices, steps in ((4, 15), (2, 17), (8, 19)):
+        monkeypatch.setenv("WORLD_SIZE", str(devices))
+        monkeypatch.setattr(
+            sys, "argv", [str(script), f"--steps={steps}", "--folder", str(tmp_path)]
+        )
+        runpy.run_path(str(script), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.count("Check passed") == 3
+    held_out = [float(loss) for loss in re.findall(r"held out ([\d.]+)", said)]
+    assert held_out == sorted(held_out, reverse=True) and len(held_out) == 3
 
 
 @pytest.mark.thorough
