@@ -51,6 +51,8 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
     fit, with the reason. It needs layers written by hand, each a module of one argument: see the
     source of `pipelab.models.gpt2`.
     """
+    based: Any = getattr(model, "get_base_model", None)  # of peft: the model with its adapters
+    model = based() if based else model
     given = dict(_sample(model) if sample is None else sample)
     with _evaluating(model), torch.no_grad():
         try:

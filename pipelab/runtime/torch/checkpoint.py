@@ -182,7 +182,7 @@ def load_loader(folder: Path) -> Any:
 def _is_sound(state: StageState) -> bool:
     """Whether its fields are of their types; another error where one is not even alike."""
     tensors = [state.buffers, *state.weights.values()]
-    tables = [state.weights, state.optimizer, *state.optimizer.values()]
+    tables = [state.weights, state.frozen, state.optimizer, *state.optimizer.values()]
     return (
         {*map(type, state.weights)} == {int}
         and all(isinstance(t, Tensor) for of in tensors for t in of.values())
@@ -221,6 +221,7 @@ def states_for(
                 or ", or the same layers as nn.Sequentials, which may be cut elsewhere"
             )
         )
+    states = {s: state.completed(stages[s]) for s, state in states.items()}
     for s, state in states.items():
         # Buffers are not compared: forwards may have put others there.
         mine, theirs = dict(stages[s].named_parameters()), state.newest()

@@ -106,7 +106,7 @@ def recut(
         for name, p in own.items():
             for place in (new.place(s, name), *places[id(p)]):
                 at, there = old.local(place)
-                if there in state_of(at).newest():
+                if there in {*state_of(at).newest(), *state_of(at).frozen}:
                     sources.setdefault(name, (at, there))
         found[s] = _merged(stages[s], s, sources, state_of, old, new)
         _add_optimizer(found[s], own, sources, state_of, factory, names[s])
@@ -136,7 +136,13 @@ def _merged(
                 to, name = new.local(old.place(at, there))
                 if to == s and (into is buffers or name not in names):
                     into[name] = value
-    weights |= {name: state_of(at).newest()[there] for name, (at, there) in sources.items()}
+    frozen: dict[str, str] = {}
+    for name, (at, there) in sources.items():
+        state = state_of(at)
+        if there in state.frozen:
+            frozen[name] = state.frozen[there]
+        else:
+            weights[name] = state.newest()[there]
     # [2] one version: with a flush none is older
     version = max(state_of(before[0]).weights)
     optimizer = {
@@ -144,7 +150,8 @@ def _merged(
         for name, (at, there) in sources.items()
         if there in state_of(at).optimizer
     }
-    return StageState({version: weights}, buffers, optimizer, origin=state_of(before[0]).origin)
+    origin = state_of(before[0]).origin
+    return StageState({version: weights}, buffers, optimizer, origin=origin, frozen=frozen)
 
 
 def _add_optimizer(

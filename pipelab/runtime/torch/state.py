@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any
 
@@ -101,6 +101,8 @@ class StageState:
 
     weights     by version, then by name; versions are numbered through the whole training
     buffers     by name
+    frozen      digests of weights that are not in it, since the caller's model has them: no
+                training has changed them
     optimizer   per trained parameter: its state, tensors and numbers
     groups      hyperparameters of each parameter group that has weights; `members`: their names
     schedulers  state of each learning-rate scheduler
@@ -116,6 +118,28 @@ class StageState:
     kinds: list[str] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)
     origin: str = ""
+    frozen: dict[str, str] = field(default_factory=dict)
+
+    def without(self, frozen: Mapping[str, str]) -> "StageState":
+        """The same without these weights, by their digests."""
+        weights = {
+            v: {name: t for name, t in of_version.items() if name not in frozen}
+            for v, of_version in self.weights.items()
+        }
+        return replace(self, weights=weights, frozen=dict(frozen))
+
+    def completed(self, stage: nn.Module) -> "StageState":
+        """The same with them, of the model. ValueError where it has others."""
+        own = dict(stage.named_parameters()) if self.frozen else {}
+        for name, digest in self.frozen.items():
+            if name not in own or TREES.digest(own[name]) != digest:
+                raise ValueError(
+                    f"{self.origin} was trained with another value of the frozen weight {name}: "
+                    "give the same model"
+                )
+            for of_version in self.weights.values():
+                of_version[name] = own[name].detach().cpu()
+        return replace(self, frozen={})
 
     def newest(self) -> dict[str, Tensor]:
         """The latest weights."""

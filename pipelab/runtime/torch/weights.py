@@ -13,7 +13,14 @@ from pipelab.runtime.orders import Bytes, Order, Update
 from pipelab.runtime.stage import CountingStage
 from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.ledger import storages
-from pipelab.runtime.torch.state import StageState, buffers_of, load_buffers, make_optimizer, on_cpu
+from pipelab.runtime.torch.state import (
+    TREES,
+    StageState,
+    buffers_of,
+    load_buffers,
+    make_optimizer,
+    on_cpu,
+)
 
 
 class News(NamedTuple):
@@ -88,6 +95,11 @@ class VersionedStage(CountingStage):
         self.optimizer, self.schedulers = make_optimizer(options.optimizer, trained, called)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
+        self._frozen = {
+            name: (p, p._version)
+            for name, p in self.weights[self.latest].items()
+            if not p.requires_grad
+        }
         self._groups = self.optimizer.param_groups if self.optimizer else []
         self._note_constants()
         self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
@@ -244,6 +256,15 @@ class VersionedStage(CountingStage):
             weights={v: on_cpu(of_version) for v, of_version in self.weights.items()},
             buffers=on_cpu(dict(self.module.named_buffers())),
         )
+
+    def frozen(self) -> dict[str, str]:
+        """Digests of the weights that are not trained, and that nothing has written into."""
+        latest = self.weights[self.latest]
+        return {
+            name: TREES.digest(p)
+            for name, (p, version) in self._frozen.items()
+            if latest[name] is p and p._version == version
+        }
 
     def optimizer_state(self) -> StageState:
         """The same without weights and buffers."""

@@ -92,7 +92,9 @@ class TorchJob(Job):
             return None
         try:
             for s, stage in stages.items():
-                checkpoint.save_stage(order.save, s, stage.resume_state())
+                # Weights that are not trained, such as those below adapters, are the model's.
+                state = stage.resume_state().without(stage.frozen())
+                checkpoint.save_stage(order.save, s, state)
         except Exception as error:
             return error
         return None
@@ -240,7 +242,10 @@ class TorchWing(Wing):
     def saved(self, folder: Path) -> list[StageState]:
         # From the files, so that what is judged is what was written.
         index = Index.read(folder)
-        return [checkpoint.load_stage(folder, s, index) for s in range(len(self.stages))]
+        return [
+            checkpoint.load_stage(folder, s, index).completed(stage)
+            for s, stage in enumerate(self.stages)
+        ]
 
     def check_caller(self) -> None:
         now = find_autocast(None, self.devices)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
 
 from pipelab import Trainer, make, run
+from pipelab.models import load
 from pipelab.models.sequential import split
 
 
@@ -208,3 +209,62 @@ def test_a_factory_is_given_names_that_no_cut_changes(tmp_path, backend):
     own = nn.Sequential(*layers())
     assert every == {name for name, _ in own.named_parameters()}  # a tied weight has one
     assert [*dict(own.named_parameters())] in seen
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a small one beside it, as LoRA has."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = nn.Linear(64, 64).double().requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 2).double(), nn.Linear(2, 64).double()
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_frozen_weights_are_the_models_and_not_in_the_checkpoint(tmp_path):
+    data = [(torch.randn(8, 64, dtype=torch.float64),) * 2 for _ in range(3)]
+
+    def on(balance, more, layers, resume=None, **options):
+        schedule = make("gpipe", len(balance), 4)
+        stages = split(layers, balance)
+        with Trainer(schedule, stages, F.mse_loss, adamw, resume=resume, check=True) as trainer:
+            assert all(step.check.passed for step in trainer.fit(more))
+            trainer.save(tmp_path / f"{len(balance)}-{trainer.number}")
+            return by_layer(trainer.weights, balance)
+
+    def own():
+        return [Adapted(seed) for seed in range(4)]
+
+    expected = on([1, 1, 2], data, own())
+    on([1, 1, 2], data[:1], own())
+    files = [*(tmp_path / "3-1").glob("stage_*.pt")]
+    assert sum(file.stat().st_size for file in files) < 4 * 64 * 64 * 8  # the frozen ones alone
+    on([2, 2], data[1:2], own(), tmp_path / "3-1")
+    assert_equal(on([4], data[2:], own(), tmp_path / "2-2"), expected)
+    layers = own()
+    load([nn.Sequential(*layers)], tmp_path / "1-3")
+    assert_equal(by_layer([nn.Sequential(*layers).state_dict()], [4]), expected)
+    with torch.no_grad():
+        layers[3].base.weight[0, 0] += 1
+    for balance in ([1, 1, 2], [2, 2]):
+        with pytest.raises(ValueError, match=r"value of the frozen weight \d\.base\.weight"):
+            on(balance, data, layers, tmp_path / "3-1")
+
+
+def test_a_frozen_weight_that_forwards_write_into_is_saved(tmp_path):
+    torch.manual_seed(0)
+    table = nn.Embedding(9, 4, max_norm=0.5).double().requires_grad_(False)
+    stages = [nn.Sequential(table), nn.Sequential(nn.Linear(4, 4).double())]
+    data = [(torch.arange(8), torch.ones(8, 4, dtype=torch.float64))]
+    given = make("gpipe", 2, 2), stages, F.mse_loss, torch.optim.SGD
+    with Trainer(*given, check=True) as trainer:
+        assert all(step.check.passed for step in trainer.fit(data))
+        trainer.save(tmp_path / "c")
+        written = trainer.weights[0]["0.weight"]
+    assert not torch.equal(written, table.weight)
+    with Trainer(*given, check=True, resume=tmp_path / "c") as trainer:
+        assert all(step.check.passed for step in trainer.fit(data))
+        assert torch.equal(trainer.weights[0]["0.weight"], written)
