@@ -122,12 +122,12 @@ def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -
 def norms_and_rates(
     updates: Mapping[int, Mapping[int, Update]], count: int
 ) -> tuple[list[float], list[Sequence[float]]]:
-    """Of the last `count` updates, which all stages have made: see `Run`.
+    """Of the last `count` updates that all stages have made: see `Run`.
 
     updates  by stage and number
     """
-    told = [[*of_stage.values()][-count:] for _, of_stage in sorted(updates.items()) if count]
-    each = [*zip(*told, strict=True)]
+    made = [*set.intersection(*map(set, updates.values()))] if updates and count else []
+    each = [[updates[s][number] for s in sorted(updates)] for number in sorted(made)[-count:]]
     norms = [sum(update.square for update in stages) ** 0.5 for stages in each]
     return norms, [next((u.rates for u in stages if u.rates), ()) for stages in each]
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pipelab.runtime.batches import samples_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
-from pipelab.runtime.torch.recut import names_in
+from pipelab.runtime.torch.names import names_in
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, make_optimizer
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Sums, Weights

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from pipelab.runtime.batches import kind_of
 from pipelab.runtime.drafts import writing
-from pipelab.runtime.torch.recut import layers_in, recut
+from pipelab.runtime.torch.names import layers_in
+from pipelab.runtime.torch.recut import recut
 from pipelab.runtime.torch.state import StageState
 from pipelab.table.schedule import Schedule
 

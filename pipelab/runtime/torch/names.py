@@ -1,9 +1,11 @@
-"""Names of torch's devices, and of a GPU's parts: what the `devices` of a run are."""
+"""Names: of torch's devices and a GPU's parts, as `devices` gives them; and of weights, by layer."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from pipelab.runtime.torch.parts import contexts_of
 from pipelab.table.schedule import Schedule
@@ -79,3 +81,62 @@ def device_names(schedule: Schedule, devices: Any) -> list[str]:
     for name in given:
         find_device(name)  # raises if this machine does not have it
     return [str(find_part(str(name), row) or name) for row, name in enumerate(given)]
+
+
+# ---- weights, by the layers that they stand in
+
+
+class Place(NamedTuple):
+    """A weight or buffer: the number of its layer in the model, and its name inside the layer."""
+
+    layer: int
+    name: str
+
+
+def layers_in(stages: Sequence[nn.Module]) -> list[list[str]]:
+    """By stage, the names of its layers; nothing where one is no plain nn.Sequential."""
+    plain = all(
+        type(stage).forward is nn.Sequential.forward and not (stage._parameters or stage._buffers)
+        for stage in stages
+    )
+    return [[name for name, _ in stage.named_children()] for stage in stages] if plain else []
+
+
+def names_in(stages: Sequence[nn.Module]) -> list[dict[str, str]]:
+    """By stage, what its weights are called in the model: name -> name; a tied one as its first.
+
+    By the numbers of their layers in it, which another cut leaves as they are; where stages are no
+    plain nn.Sequentials, by those of the stages.
+    """
+    layers = layers_in(stages)
+    known: dict[int, str] = {}
+    cut, found = Cut(layers), []
+    for s, stage in enumerate(stages):
+        names = {}
+        for name, p in stage.named_parameters():
+            layer, rest = cut.place(s, name) if layers else Place(s, name)
+            names[name] = known.setdefault(id(p), f"{layer}.{rest}")
+        found.append(names)
+    return found
+
+
+class Cut:
+    """Where layers stand in stages.
+
+    layers  by stage, their names
+    """
+
+    def __init__(self, layers: Sequence[Sequence[str]]) -> None:
+        places = [(s, name) for s, names in enumerate(layers) for name in names]
+        self._local = places
+        self._layer = {place: layer for layer, place in enumerate(places)}
+
+    def place(self, stage: int, name: str) -> Place:
+        """The place of what has this name in a stage."""
+        layer, _, rest = name.partition(".")
+        return Place(self._layer[stage, layer], rest)
+
+    def local(self, place: Place) -> tuple[int, str]:
+        """Its stage, and its name there."""
+        stage, layer = self._local[place.layer]
+        return stage, f"{layer}.{place.name}"
