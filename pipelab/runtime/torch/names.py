@@ -1,4 +1,4 @@
-"""Names: of torch's devices and a GPU's parts, as `devices` gives them; and of weights, by layer."""
+"""Names: of torch's devices and parts of a GPU, as `devices` has them; of weights, by layer."""
 
 import re
 from collections.abc import Sequence
