@@ -51,6 +51,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/search.py
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/job.py
 	$(BIN)/python benchmarks/jax_pipelines.py
 	$(BIN)/python benchmarks/traces.py
 	$(BIN)/python benchmarks/published.py

@@ -10,6 +10,7 @@ import pytest
 
 import tests.jax_setup  # isort: skip  # noqa: F401
 import faults
+import job
 import measure
 import peers
 import predict
@@ -190,6 +191,18 @@ def test_jax_pipelines_side_by_side():
         4 * kept["worker, gpipe", 2], abs=0.02
     )  # GPipe keeps all micro-batches
     assert kept["worker, pipedream_flush", 8] == kept["worker, pipedream_flush", 2]  # 1F1B keeps p
+
+
+# ---- one job on two runtimes
+
+
+def test_the_job_of_two_runtimes(tmp_path):
+    for changes in job.CHANGES.values():
+        assert all(old in job.THEIRS.read_text() for old, _ in changes)
+    script = tmp_path / "script.py"
+    script.write_text('"""Words.\n\nMore."""\n# a comment\nx = """a\nb"""\n\nraise ValueError(x)\n')
+    assert job._lines(script) == 3
+    assert job._lines(job.OURS) < job._lines(job.THEIRS)
 
 
 # ---- the scripts

@@ -1,0 +1,123 @@
+"""One fine-tuning job, on pipelab and on torch's own runtime: python benchmarks/job.py."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from measure import FOLDER, in_turn, machine, main, page, paragraph, table
+
+OURS, THEIRS = FOLDER.parent / "notebooks/scripts/finetune.py", FOLDER / "harness/finetune.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+# Changes of the job, in torch's script: what is replaced by what.
+CHANGES = {
+    "each batch as wide as its longest passage": (
+        ("def collate(rows):\n", "def collate(rows):\n    width = max(map(len, rows))\n"),
+    ),
+    "a short last batch (7 samples for 8 micro-batches)": (("passages[32:]", "passages[32:71]"),),
+}
+
+
+def report(repeats: int = 2, ranks: int = 2) -> str:
+    """Both scripts under torchrun, in turn: lines, losses, seconds, and what each refuses."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        scripts = {"pipelab": OURS, "torch.distributed.pipelining": THEIRS}
+        turns = in_turn([lambda s=s: _step(s, folder, ranks) for s in scripts.values()], repeats, 0)
+        rows = [
+            [who, str(_lines(script)), f"{median(t for t, _ in of):.2f}", _spread(of), of[0][1]]
+            for (who, script), of in zip(scripts.items(), turns, strict=True)
+        ]
+        refused = []
+        for what, changes in CHANGES.items():
+            source = THEIRS.read_text()
+            for old, new in changes:
+                assert old in source
+                source = source.replace(old, new)
+            changed = folder / "changed.py"
+            changed.write_text(source)
+            refused.append([what, _error(changed, folder / what[:6], ranks)])
+        refused.append(["the checkpoint on twice as many ranks", _error(THEIRS, folder / "t", 4)])
+        more = _run(OURS, folder / "o", 4, 62)
+        assert more.returncode == 0, more.stderr
+    return page(
+        "# One job on two runtimes",
+        paragraph(
+            f"Fine-tuning as `notebooks/scripts/finetune.py` does it, under torchrun on {ranks} "
+            "ranks: a small Llama, tied weights, passages of 8 to 28 tokens, AdamW in two groups, "
+            "warm-up and cosine, clipping, evaluation, checkpoints. `benchmarks/harness/"
+            "finetune.py` does the same by hand where torch's runtime leaves it to its user. "
+            "Lines are those of code. A step's seconds are those of 60 steps less those of 20, "
+            "divided by 40: starting does not count. Ours checks its first step, and not these."
+        ),
+        machine("torch", "transformers"),
+        table(("runtime", "lines", "s a step", "spread", "losses of steps 1, 10, 20"), rows),
+        paragraph(
+            "What torch's runtime says where the job changes; ours takes the first two as they are "
+            "in the script, and went on on four ranks from its checkpoint of two:"
+        ),
+        table(("change", "torch.distributed.pipelining"), refused),
+    )
+
+
+def _run(script: Path, folder: Path, ranks: int, steps: int) -> subprocess.CompletedProcess:
+    command = [*TORCHRUN, str(ranks), script, f"--steps={steps}", f"--folder={folder}"]
+    return subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, env=ENVIRONMENT, timeout=300
+    )
+
+
+def _step(script: Path, folder: Path, ranks: int) -> tuple[float, str]:
+    """Seconds of a step, and the losses of some."""
+    said, seconds, last = "", [], folder / ("o" if script == OURS else "t")
+    for steps, where in ((20, folder / str(time.monotonic_ns())), (60, last)):
+        if where.exists():
+            where = folder / str(time.monotonic_ns())
+        began = time.perf_counter()
+        done = _run(script, where, ranks, steps)
+        seconds.append(time.perf_counter() - began)
+        assert done.returncode == 0, done.stderr
+        said = done.stdout if steps == 20 else said
+    losses = re.findall(r"step (?:1|10|20): loss ([\d.]+)", said)
+    return (seconds[1] - seconds[0]) / 40, ", ".join(losses)
+
+
+def _spread(of: list[tuple[float, str]]) -> str:
+    times = [seconds for seconds, _ in of]
+    return f"{min(times):.2f} to {max(times):.2f}"
+
+
+def _lines(script: Path) -> int:
+    """Lines with code: no comments, docstrings and blank ones."""
+    tree = ast.parse(script.read_text())
+    strings = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
+    ]
+    text = {line for n in strings for line in range(n.lineno, n.end_lineno + 1)}
+    source = script.read_text().splitlines()
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in text
+        for number, line in enumerate(source, 1)
+    )
+
+
+def _error(script: Path, folder: Path, ranks: int) -> str:
+    """What it ends with."""
+    try:
+        done = _run(script, folder, ranks, 70)
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    found = re.findall(r"^(?:\[rank\d\]: ?)?(\w*Error: .*)", done.stderr, re.M)
+    return found[0][:110].replace("|", "\\|") if done.returncode else "trains"
+
+
+if __name__ == "__main__":
+    main(report, "job.md", repeats=2, ranks=2)
