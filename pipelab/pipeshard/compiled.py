@@ -30,6 +30,7 @@ class CompiledStage(Compiled):
     graph     its equations
     own       what is there with or without a backward: parameters, constants, data
     later     what later stages read of earlier ones
+    trains    whether it has a backward
     all_reduced  why its gradients are reduced in every micro-batch, if they are, not once a batch
     tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
@@ -80,7 +81,9 @@ class CompiledStage(Compiled):
         own = {i for i, v in enumerate(graph.arguments) if v in self.own}
         kept = zip(self.kept, self.kept_shapes, strict=True)
         self.bytes = sum(bytes_on_mesh(x) for i, x in kept if i not in own)
-        self.parameter_bytes = sum(map(bytes_on_mesh, shapes.parameters))
+        self.trains = not {Kind.B, Kind.I}.isdisjoint(kinds)
+        weights = shapes.parameters if self.trains else shapes.fixed
+        self.parameter_bytes = sum(map(bytes_on_mesh, weights))
         # [4] The update.
         self.tasks = [CompiledTask(task, place) for task in tasks if task.stage == s]
         read = {v for task in self.tasks for v in task.inputs}

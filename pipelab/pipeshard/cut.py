@@ -91,6 +91,19 @@ class StageGraph:
         outputs = [*self.outputs, *self.aux_outputs, *self.results.values()]
         return Graph(self.arguments, outputs, self.equations)
 
+    @property
+    def forward_only(self) -> "StageGraph":
+        """The same without gradients."""
+        return replace(
+            self,
+            parameters=[],
+            fixed=self.steady,
+            inputs=[],
+            aux_inputs=[*self.inputs, *self.aux_inputs],
+            outputs=[],
+            aux_outputs=[*self.outputs, *self.aux_outputs],
+        )
+
     def run(self, *groups: Any) -> tuple[Arrays, Arrays]:
         """Arrays of the groups -> those of the outputs, and of all else that it makes."""
         made = self.whole.run(*chain(*groups))
@@ -142,8 +155,11 @@ def cut(
     parameters: Variables,
     batch: Variables,
     stages: Sequence[Sequence[int]],
+    trains: bool = True,
 ) -> list[StageGraph]:
     """Cut the loss into stages of these layers; of the batch is the number of the micro-batch, too.
+
+    trains  whether there is a gradient, which begins with the loss on the last stage
 
     Raises PipeshardError for a stage that has nothing to do.
     """
@@ -153,6 +169,11 @@ def cut(
     maker = {v: home for eqn, home in placed if home is not None for v in eqn.outvars}
     last = len(stages) - 1
     results = _results(loss, maker, last)
+    if trains and 0 not in results[last]:
+        raise PipeshardError(
+            f"the loss is complete before stage {last}, whose layers it does not need: "
+            "move the boundaries"
+        )
     # [2] From the last stage to the first, since what a stage has to send is known only when all
     #     later ones have said what they need:
     #
@@ -178,7 +199,7 @@ def cut(
             crossing[maker[v]][v] = None
         inputs, aux_inputs = _by_gradient(received, active)
         outputs, aux_outputs = _by_gradient(crossing[s], active)
-        if s == last:
+        if s == last and trains:
             # The loss is sent to nobody, and still where the backward starts.
             outputs += variables(loss.outputs[:1])
         graphs.append(
@@ -203,11 +224,6 @@ def _results(loss: Graph, maker: dict[Var, int], last: int) -> list[dict[int, At
     for i, atom in enumerate(loss.outputs):
         home = maker.get(atom, last) if isinstance(atom, Var) else last
         results[home][i] = atom
-    if 0 not in results[last]:
-        raise PipeshardError(
-            f"the loss is complete before stage {last}, whose layers it does not need: "
-            "move the boundaries"
-        )
     return results
 
 

@@ -17,6 +17,7 @@ from pipelab.pipeshard.arrays import PipeshardError, shape_of
 from pipelab.schedules import make
 from pipelab.table.action import Reads
 from pipelab.table.schedule import Schedule
+from pipelab.table.transform import forward_only
 from pipelab.table.validate import validate
 
 AXES = ("data", "model")
@@ -39,13 +40,6 @@ ALPAS = {
     "submesh_logical_shapes": "ManualStages(meshes=...), shapes (data, model)",
     "submesh_autosharding_option_dicts": "ManualStages(sharding=...)",
 }
-
-
-FORWARD_ONLY = (
-    "a step without a gradient is not supported yet: jit it on weights that are together "
-    "(jax.device_put(weights, device)), or evaluate a model in stages by "
-    'pipelab.evaluate(..., backend="jax")'
-)
 
 
 class Keywords:
@@ -90,6 +84,7 @@ class StageProblem:
     paths       of the arguments
     samples     of a micro-batch
     layers      how many there are
+    trains      whether the step takes a gradient
     method      schedule, micro-batches, devices
     shard       number of devices that share a micro-batch -> the loss of one's samples, an
                 `unreduced.Shard`; or why there is none, "" where it would save nothing
@@ -103,6 +98,7 @@ class StageProblem:
     paths: dict[Var, str]
     samples: int
     layers: int
+    trains: bool
     method: "Pipeshard"
     shard: Callable[[int], Any]
 
@@ -138,7 +134,8 @@ class Pipeshard(Keywords):
     stages        "uniform": every layer a stage; a number of stages, of equally many layers each;
                   `ManualStages`; "auto", or `auto.AutoStages(...)`: the fastest that fit the
                   devices' memory. The devices are shared out equally unless it says otherwise
-    schedule      a schedule that flushes: its name, or a table of one batch
+    schedule      a schedule that flushes: its name, or a table of one batch. A step without a
+                  gradient runs its forwards alone
     virtual       stages per mesh, for a schedule that leaves it open (interleaved)
     devices       jax devices to use, or how many of jax.devices(); default: all
     reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum".
@@ -168,12 +165,12 @@ class Pipeshard(Keywords):
         planned = isinstance(self.stages, (ManualStages, Planner))
         marks = "'manual', and mark_pipeline_boundary() between layers, or auto.AutoLayers(n)"
         stages = "'uniform', a number of at least 2, 'auto', or ManualStages(...)"
-        trains = f"one that trains, such as 'gpipe'; {FORWARD_ONLY}"
+        forwards = "a schedule that trains, such as 'gpipe', whose forwards evaluate"
         self._require("microbatches", self.microbatches >= 1, "at least 1")
         self._require("virtual", self.virtual >= 1, "at least 1")
         self._require("layers", self.layers == "manual" or callable(self.layers), marks)
         self._require("stages", named or counted or planned, stages)
-        self._require("schedule", self.schedule != "inference", trains)
+        self._require("schedule", self.schedule != "inference", forwards)
         self._require("reduce", self.reduce in (None, "mean", "sum"), "'mean' or 'sum'")
 
     def _require(self, name: str, fits: bool, remedy: str) -> None:
@@ -196,8 +193,8 @@ class Pipeshard(Keywords):
         ends = np.cumsum([0, *uniform(layers, count)]).tolist()
         return [list(range(a, b)) for a, b in pairwise(ends)]
 
-    def table_for(self, stages: int) -> Schedule:
-        """The schedule for this number of stages.
+    def table_for(self, stages: int, trains: bool = True) -> Schedule:
+        """The schedule for this number of stages; its forwards alone, for a step without gradient.
 
         Raises PipeshardError where it does not fit or has no flush.
         """
@@ -212,8 +209,13 @@ class Pipeshard(Keywords):
                 )
             table = make(table, stages // each, self.microbatches, virtual=self.virtual)
         validate(table)
-        if not table.training:
-            raise PipeshardError(f"schedule {table.name!r} has forwards alone, and {FORWARD_ONLY}")
+        if not trains:
+            table = forward_only(table)
+        elif not table.training:
+            raise PipeshardError(
+                f"schedule {table.name!r} has forwards alone, and the step takes a gradient: use "
+                "one that trains, such as 'gpipe'"
+            )
         if table.asynchronous or table.reads is not Reads.LATEST:
             raise PipeshardError(
                 f"schedule {table.name!r} has no flush: use one that does, such as gpipe or "

@@ -108,7 +108,7 @@ def trace_microbatch(train_step: Callable, method: Pipeshard, arguments: Argumen
             axes[v] = axes[old]
 
     def of_one(devices: int, loss: Graph) -> Shard | str:
-        if min(devices, m) == 1:
+        if min(devices, m) == 1 or not step.trains:
             return ""
         try:
             return shard_of(train_step, arguments, loss, whole.loss, samples, devices)
@@ -168,13 +168,15 @@ def divide(traced: Traced, method: Pipeshard) -> Divided:
             paths=traced.paths,
             samples=traced.samples,
             layers=count,
+            trains=traced.step.trains,
             method=method,
             shard=shard,
         )
         auto = method.stages.choose(problem)
         method = replace(method, stages=auto)
     layers = method.stages_of(count)
-    schedule = method.table_for(len(layers))
+    trains = traced.step.trains
+    schedule = method.table_for(len(layers), trains)
     meshes = method.meshes_of(schedule.devices)
     for mesh in meshes:
         if traced.samples % mesh.shape["data"]:
@@ -183,11 +185,12 @@ def divide(traced: Traced, method: Pipeshard) -> Divided:
                 f"{mesh.shape['data']} devices: change the batch or microbatches, or give that "
                 "mesh another shape (data, model)"
             )
+    graphs = cut(loss, list(parameters), traced.batch, layers, trains)
     return Divided(
         **vars(traced) | {"loss": loss},
         layers=layers,
         shard=shard,
-        graphs=cut(loss, list(parameters), traced.batch, layers),
+        graphs=graphs if trains else [graph.forward_only for graph in graphs],
         schedule=schedule,
         meshes=meshes,
         shardings=method.shardings_of(schedule.devices),
@@ -252,7 +255,9 @@ class Placed(Divided):
         return {
             "the plan (Pipeshard)": digest(plan),
             "the shape of the arguments": digest(*self.paths.values(), *loss, *update),
-            "the loss": of_program(gradient_of(self.loss), loss[:count], loss[count:]),
+            "the loss": of_program(
+                gradient_of(self.loss, trains=self.step.trains), loss[:count], loss[count:]
+            ),
             "the update": of_program(self.step.update.run, *update),
         }
 
@@ -270,7 +275,7 @@ def place(
         **next_values,
         **{v: v for v in divided.state},
         **step.parameters,
-        **{step.gradients[p]: argument for p, argument in step.parameters.items()},
+        **{gradient: step.parameters[p] for p, gradient in step.gradients.items()},
     }
     # [2] The update's parts.
     trees = jax.tree.unflatten(arguments.tree, step.arguments)
@@ -315,7 +320,7 @@ def _next_values(traced: Traced) -> dict[Var, Var]:
 
     That is known if the step returns its state in one piece, in the order in which it takes it.
     """
-    results = traced.step.update.outputs
+    results = traced.step.update.outputs if traced.step.trains else []
     # The loss may stand before the state, or behind it.
     for i in range(len(results)):
         pairs = list(zip(traced.state, results[i:], strict=False))
@@ -447,7 +452,10 @@ def compile_stages(placed: Placed) -> Program:
 def _stage_plan(placed: Placed, s: int, stage: CompiledStage | None, kept: int) -> StagePlan:
     graph, row = placed.graphs[s], placed.schedule.placement[s]
     devices = placed.meshes[row].devices
-    paths = [placed.paths[placed.step.parameters[p]] for p in graph.parameters]
+    arguments = {p: placed.step.parameters.get(p, p) for p in graph.steady}
+    held = graph.parameters if placed.step.trains else graph.fixed
+    held = [p for p in held if arguments[p] in placed.paths]  # others are constants
+    paths = [placed.paths[arguments[p]] for p in held]
     unsplit = stage.unsplit if stage else ()
     sent = [*graph.outputs, *graph.aux_outputs] if s < len(placed.graphs) - 1 else []
     return StagePlan(
@@ -455,8 +463,8 @@ def _stage_plan(placed: Placed, s: int, stage: CompiledStage | None, kept: int) 
         device=row,
         mesh=devices.shape,
         devices=tuple(devices.flat),
-        parameters=dict(zip(paths, map(shape_of, graph.parameters), strict=True)),
-        parameter_bytes=sum(map(bytes_of, graph.parameters)),
+        parameters=dict(zip(paths, map(shape_of, held), strict=True)),
+        parameter_bytes=sum(map(bytes_of, held)),
         activation_bytes=kept,
         sent_bytes=sum(map(bytes_of, sent)),
         unsplit={path: why for path, why in zip(paths, unsplit, strict=False) if why},
