@@ -382,9 +382,7 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
     return loss, parameters
 
 
-def _forward_only(
-    whole: Graph, batch: Variables, donated: Variables, results: Any
-) -> TracedStep:
+def _forward_only(whole: Graph, batch: Variables, donated: Variables, results: Any) -> TracedStep:
     """A step without a gradient: what it computes, and an update that returns it.
 
     An argument that it returns stays where it is.

@@ -34,6 +34,7 @@ from pipelab.pipeshard.auto.sharding import over_model, search_sharding, unshard
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.method import AXES, Shape, StageProblem, over_samples
+from pipelab.table.action import Kind
 
 Cache = MutableMapping[str, Any]
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
@@ -53,7 +54,7 @@ class StageCandidate:
         parts = [range(first), range(first, last + 1), range(last + 1, problem.layers)]
         self.stages = [list(part) for part in parts if part]
         parameters = list(problem.parameters)
-        self.graphs = cut(problem.loss, parameters, problem.batch, self.stages)
+        self.graphs = cut(problem.loss, parameters, problem.batch, self.stages, problem.trains)
         self.s = 1 if first else 0
 
     @property
@@ -67,7 +68,7 @@ class StageCandidate:
         # A derivative of the user's own is in the backward alone, and another one's result beside
         # the loss in the forward alone.
         shapes = map(spec_of, (*graph.arguments, *graph.outputs))
-        passes = jax.make_jaxpr(partial(both_passes, graph))(*shapes)
+        passes = jax.make_jaxpr(partial(both_passes, graph, self.problem.trains))(*shapes)
         return re.sub(r" at 0x[0-9a-f]+", "", f"{graph.whole.jaxpr} {passes}")  # of functions
 
 
@@ -103,8 +104,13 @@ class Placed:
         each = self.candidate
         graphs = list(each.graphs)
         graphs[each.s] = self.graph
+        kinds: tuple[Kind, ...] = (Kind.B,)
+        if not each.problem.trains:
+            graphs, kinds = [graph.forward_only for graph in graphs], (Kind.F,)
         shard = each.problem.shard(self.mesh.shape["data"])
-        build = partial(CompiledStage, graphs, each.s, self.place, layers=each.stages, shard=shard)
+        build = partial(
+            CompiledStage, graphs, each.s, self.place, kinds, layers=each.stages, shard=shard
+        )
         return built(lambda options: build(options=options), self.mesh, scored=not runs)
 
     def key(self, measured: bool) -> tuple[Any, ...]:
@@ -131,14 +137,17 @@ def remembered(cache: Cache, key: Any, find: Callable[[], Any]) -> Any:
     return cache[name]
 
 
-def both_passes(graph: StageGraph, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
-    """A stage's outputs, and the gradients of its parameters and of its inputs.
+def both_passes(graph: StageGraph, trains: bool, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
+    """A stage's outputs, and, if it trains, the gradients of its parameters and of its inputs.
 
     arrays  its arguments, then the gradients of its outputs
     """
     end = len(graph.arguments)  # then come the outputs' gradients
     given = iter(arrays[:end])
     groups = Groups(*([next(given) for _ in vs] for vs in graph.groups))
+    if not trains:
+        outputs, others = graph.run(*groups)
+        return [*outputs, *others], [], []
     (outputs, _), pullback = differentiate(graph.run, groups)
     return outputs, *pullback(list(arrays[end:]))
 
@@ -158,7 +167,7 @@ def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: C
 
     What stays whole has no spec.
     """
-    here, graph = Placed(layer, mesh, {}), layer.graph
+    here, graph, trains = Placed(layer, mesh, {}), layer.graph, layer.problem.trains
     parameters, whole_spec = graph.parameters, PartitionSpec()
     # Nothing to search where no parameter can be divided.
     if all(len(over_model(shape_of(p), mesh)) == 1 for p in parameters):
@@ -168,16 +177,16 @@ def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: C
         arguments = [*graph.arguments, *graph.outputs]
         others = len(arguments) - len(parameters)
         found = search_sharding(
-            partial(both_passes, here.graph),
+            partial(both_passes, here.graph, trains),
             list(map(spec_of, arguments)),
             mesh,
             machine,
             choices=[over_model] * len(parameters) + [unsharded] * others,
             # What crosses to other stages is whole, and a gradient lies as its parameter.
             outputs=lambda *specs: (
-                [whole_spec] * len(graph.outputs),
-                list(specs[: len(parameters)]),
-                [whole_spec] * len(graph.inputs),
+                [whole_spec] * len(graph.outputs if trains else graph.made),
+                list(specs[: len(parameters)]) if trains else [],
+                [whole_spec] * len(graph.inputs if trains else ()),
             ),
             limit=EXHAUSTIVE,
             progress=False,  # the planner has a bar of its own
@@ -249,20 +258,22 @@ def profile_stage(
     # [1] What compiling it shows, unless that is known.
     key = stage.key(measured)
     costs, activations, seconds = remembered(cache, key, lambda: _examine(stage, measured))
-    forward, backward, *reduction = seconds or [cost.seconds(machine) for cost in costs]
+    graph, problem = stage.candidate.graph, stage.candidate.problem
+    times = seconds or [cost.seconds(machine) for cost in costs]
+    forward, backward, *reduction = times if problem.trains else [*times, 0.0]
 
     # [2] What is held all the time: weights with their gradients, the optimizer's state, the batch.
     def share(v: Var) -> int:
         return bytes_on_mesh(stage.spec(v)) // stage.mesh.size
 
-    graph, problem = stage.candidate.graph, stage.candidate.problem
-    parameters = sum(map(share, graph.parameters))
-    held = 2 * parameters + sum(share(p) * state[p] for p in graph.parameters)
+    parameters = held = sum(map(share, graph.parameters))
+    if problem.trains:
+        held += parameters + sum(share(p) * state[p] for p in graph.parameters)
     held += sum(map(share, graph.fixed)) + problem.method.microbatches * sum(map(share, graph.data))
     # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
     # are counted for each micro-batch in flight.
     beside = [cost.peak_bytes - cost.argument_bytes for cost in costs[:2]]
-    held += max(0, beside[0] - activations, beside[1])
+    held += max(0, beside[0] - activations, *beside[1:])
     return StageProfile(
         layers=stage.candidate.layers,
         submesh=submesh,
@@ -289,7 +300,8 @@ def _examine(stage: Placed, measured: bool) -> tuple[list[Cost], int, list[float
     compiled = stage.compile(measured)
     times = repeats(stage.candidate.graph.equations)
     # The backward adds to the gradients' sums.
-    costs = [Cost.of(each, times) for each in (compiled.forward, compiled.backward)]
+    run = [compiled.forward, *([compiled.backward] if compiled.trains else [])]
+    costs = [Cost.of(each, times) for each in run]
     costs += [Cost.of(compiled.total)] if compiled.total else []
     seconds = _measure(stage, compiled) if measured else []
     return costs, compiled.bytes // stage.mesh.size, seconds
@@ -299,9 +311,12 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
     """Median seconds of a forward, a backward and the reduction, if there is one, of ones."""
     graph = stage.candidate.graph
     arguments = ones(list(map(stage.spec, graph.arguments)))
+    forward = partial(compiled.forward, *arguments)
+    if not compiled.trains:
+        return [median(seconds) for seconds in in_turn([forward], ROUNDS)]
     cotangents = ones(list(map(stage.spec, graph.outputs)))
     # What the backward needs: some of the arguments, and some of what the forward made.
-    made = [*arguments, *compiled.forward(*arguments)]
+    made = [*arguments, *forward()]
     operands = [*cotangents, *(made[i] for i in compiled.kept)]
     sums = compiled.zeros()
 
@@ -310,7 +325,7 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
         sums, *others = compiled.backward(sums, operands)
         return sums, others
 
-    programs = [lambda: compiled.forward(*arguments), backward]
+    programs = [forward, backward]
     if total := compiled.total:
         # It gives up the sums, so each turn needs new ones: that is in its time.
         programs.append(lambda: total(compiled.zeros()))

@@ -78,7 +78,9 @@ class AutoStages:
             )
         devices, hosts = self._devices(method.pool)
         machine = self._machine(devices[0])
-        method.table_for(1)  # what is wrong with the schedule is said before all that follows
+        method.table_for(
+            1, problem.trains
+        )  # what is wrong with the schedule is said before all that follows
         # [1] What every possible stage costs.
         profiles = self._profiles(problem, devices, hosts, machine)
 
