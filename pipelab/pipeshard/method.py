@@ -1,9 +1,10 @@
 """The method that a user asks for, and its plan: stages of layers, each on a mesh of devices."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
-from pipelab.jax.jaxpr import Graph, Variables
+from pipelab.jax.jaxpr import Graph, Variables, variables
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
 from pipelab.schedules import make
@@ -70,6 +71,49 @@ class ManualStages(Keywords):
     meshes: Sequence[Any]
     sharding: Sharding | Sequence[Sharding] | None = None
     fewest: ClassVar[int] = 2  # stages
+
+
+@dataclass(frozen=True)
+class FollowedStages(ManualStages):
+    """The stages of another step with the same state, which stays where that step has it.
+
+    homes  path of an argument of that step -> its shape, and the first stage that reads it
+    """
+
+    fewest: ClassVar[int] = 1
+    homes: Mapping[str, tuple[Shape, int]] = field(default_factory=dict)
+
+    def path_of(self, path: str, shape: Shape) -> str:
+        """The path that an argument has in that step, which may take the state as a whole."""
+        if path in self.homes:
+            return path
+        return owner_of(path, shape, {each: of[0] for each, of in self.homes.items()}) or path
+
+    def starts(
+        self, paths: Mapping[Var, str], loss: Graph, parameters: Variables, batch: Variables
+    ) -> list[int]:
+        """`Layers`: a stage begins where the batch first meets what lies there.
+
+        paths  of the arguments that are not the batch
+        """
+        named = {v: self.path_of(path, shape_of(v)) for v, path in paths.items()}
+        homes = {v: self.homes[path][1] for v, path in named.items() if path in self.homes}
+        varying, found = loss.depending(batch), [0]
+        starts = []
+        for i, eqn in enumerate(loss.equations):
+            reads = variables(eqn.invars)
+            home = max((homes[v] for v in reads if v in homes), default=0)
+            if varying.isdisjoint(reads):  # a cast of a parameter lies where that does
+                homes.update(dict.fromkeys(eqn.outvars, home))
+            elif home > found[-1]:
+                found.append(home)
+                starts.append(i)
+        if missing := {*range(len(self.layers))} - {*found}:
+            raise PipeshardError(
+                f"the step reads no parameters of stage {min(missing)}, which it follows: give it "
+                "stages of its own, such as ManualStages(...)"
+            )
+        return starts
 
 
 @dataclass(frozen=True)
@@ -132,7 +176,8 @@ class Pipeshard(Keywords):
     layers        "manual": where `mark_pipeline_boundary` says; or a function that finds them,
                   such as `auto.AutoLayers(8)`: marks are ignored then
     stages        "uniform": every layer a stage; a number of stages, of equally many layers each;
-                  `ManualStages`; "auto", or `auto.AutoStages(...)`: the fastest that fit the
+                  `ManualStages`; those of another step (`Parallelized.stages`), whose state
+                  stays where it is; "auto", or `auto.AutoStages(...)`: the fastest that fit the
                   devices' memory. The devices are shared out equally unless it says otherwise
     schedule      a schedule that flushes: its name, or a table of one batch. A step without a
                   gradient runs its forwards alone
@@ -380,6 +425,23 @@ class Plan:
             if stage.all_reduced
         ]
         return "\n".join([as_table(rows), *whole, *each])
+
+
+def owner_of(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
+    """The parameter of this shape whose path ends as this one does, for as long as possible.
+
+    .opt_state[0].mu['Dense_0']['kernel']      .params['Dense_0']['kernel']
+    """
+
+    def alike(other: str) -> int:
+        keys = (re.findall(r"\[[^\]]*\]|\.\w+", of)[::-1] for of in (path, other))
+        pairs = zip(*keys, strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    # Two parameters of one shape are told apart by their paths alone.
+    same = (p for p, other in parameters.items() if other == shape)
+    best = max(same, key=alike, default=None)
+    return best if best is not None and (alike(best) or best == path) else None
 
 
 def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:

@@ -19,8 +19,8 @@ from pipelab.pipeshard.agreement import compare_step
 from pipelab.pipeshard.arrays import NO_MESH, PipeshardError, settings
 from pipelab.pipeshard.call import Call, run_call
 from pipelab.pipeshard.hosts import Hosts
-from pipelab.pipeshard.method import Pipeshard, Plan
-from pipelab.pipeshard.program import Program, program_of
+from pipelab.pipeshard.method import FollowedStages, Pipeshard, Plan
+from pipelab.pipeshard.program import Program, followed, program_of
 from pipelab.pipeshard.tracing import Arguments, flatten
 from pipelab.predict.memory import Memory
 from pipelab.predict.timeline import Timeline
@@ -162,7 +162,7 @@ class Parallelized:
         self._programs: dict[Any, Program] = {}
         self.timeout = timeout
         self._processes: Hosts | None = None  # as soon as they are connected
-        self._plan: Plan | None = None  # of the last call
+        self._last: Program | None = None  # of the last call
         self._records: list[Record] = []  # what it measured
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -192,9 +192,9 @@ class Parallelized:
         """
         arguments = self._flat(args, options)
         with self._together():
-            self._plan = self._program(arguments).plan
+            self._last = self._program(arguments)
         self._records = []
-        return self._plan
+        return self.plan
 
     def compare(self, *args: Any, tolerance: float | None = None, **options: Any) -> Check:
         """Run one step and compare it with the same step on one device.
@@ -227,10 +227,24 @@ class Parallelized:
     @property
     def plan(self) -> Plan:
         """The plan of the last call: what each stage holds."""
-        if self._plan is None:
+        return self._program_run.plan
+
+    @property
+    def stages(self) -> FollowedStages:
+        """The stages of the last call, for another step with the same state.
+
+        A step that evaluates, say, which copies no weights then, whatever planned these:
+
+            evaluate = parallelize(eval_step, replace(method, stages=train.stages))
+        """
+        return followed(self._program_run)
+
+    @property
+    def _program_run(self) -> Program:
+        if self._last is None:
             name = getattr(self.train_step, "__name__", "the step")
             raise PipeshardError(f"{name} has not run yet: call it, or compile it")
-        return self._plan
+        return self._last
 
     @property
     def schedule(self) -> Any:
@@ -287,7 +301,7 @@ class Parallelized:
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:
         program = self._program(arguments)
         call = run_call(program, arguments)
-        self._plan, self._records = program.plan, call.records
+        self._last, self._records = program, call.records
         return program, call
 
     def _program(self, arguments: Arguments) -> Program:

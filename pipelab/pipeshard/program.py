@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Var
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.jax.host import digest, of_program, of_trees
 from pipelab.jax.jaxpr import Graph, spec_of, variables
@@ -22,7 +22,16 @@ from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, count_layers, cut, mark
 from pipelab.pipeshard.end_of_step import EndOfStep
 from pipelab.pipeshard.hosts import Hosts, processes_of
-from pipelab.pipeshard.method import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
+from pipelab.pipeshard.method import (
+    FollowedStages,
+    Pipeshard,
+    Plan,
+    Planner,
+    Shape,
+    StagePlan,
+    StageProblem,
+    over_samples,
+)
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_piece
 from pipelab.pipeshard.unreduced import Shard, shard_of
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
@@ -154,10 +163,14 @@ class Divided(Traced):
 
 def divide(traced: Traced, method: Pipeshard) -> Divided:
     parameters, loss = traced.step.parameters, traced.loss
-    if callable(method.layers):
-        loss = mark(loss, method.layers, list(parameters), traced.batch)
+    find, follows = method.layers, isinstance(method.stages, FollowedStages)
+    if isinstance(method.stages, FollowedStages):
+        named = {v: parameters.get(v, v) for v in (*parameters, *traced.state)}
+        find = partial(method.stages.starts, {v: traced.paths[a] for v, a in named.items()})
+    if callable(find):
+        loss = mark(loss, find, list(parameters), traced.batch)
     shard = cache(lambda devices: traced.of_one(devices, loss))
-    count, auto = count_layers(loss), None
+    count, auto = len(method.stages.layers) if follows else count_layers(loss), None
     if isinstance(method.stages, Planner):
         problem = StageProblem(
             loss=loss,
@@ -196,6 +209,22 @@ def divide(traced: Traced, method: Pipeshard) -> Divided:
         shardings=method.shardings_of(schedule.devices),
         auto=auto,
     )
+
+
+def followed(program: "Program") -> FollowedStages:
+    """The stages of a program, for another step with the same state."""
+    homes: dict[str, tuple[Shape, int]] = {}
+    for s, graph in enumerate(program.graphs):
+        for v in graph.steady:
+            if path := program.paths.get(program.step.parameters.get(v, v)):
+                homes.setdefault(path, (shape_of(v), s))
+    rows = [mesh.devices for mesh in program.meshes]
+    bare = FollowedStages([[s] for s in range(len(program.graphs))], rows, homes=homes)
+
+    def sharding(row: int, path: str, shape: Shape) -> PartitionSpec:
+        return program.shardings[row](bare.path_of(path, shape), shape)
+
+    return replace(bare, sharding=[partial(sharding, row) for row in range(len(rows))])
 
 
 # ---- placed

@@ -39,6 +39,7 @@ from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
 from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.cut import mark
+from pipelab.pipeshard.method import owner_of
 from pipelab.plot import style
 from tests.conftest import examples, thorough
 from widgets import meshes
@@ -723,7 +724,7 @@ def test_what_cannot_be_planned():
 
 def test_state_belongs_to_the_parameter_with_the_longest_common_end():
     parameters = {".params['a']['w']": (2, 3), ".params['b']['w']": (2, 3), ".params['c']": (4,)}
-    owner = partial(planner._owner, parameters=parameters)
+    owner = partial(owner_of, parameters=parameters)
     assert owner(".opt_state[0].mu['b']['w']", (2, 3)) == ".params['b']['w']"
     assert owner(".params['a']['w']", (2, 3)) == ".params['a']['w']"
     assert owner(".opt_state[0].mu['b']['w']", (3, 2)) is None

@@ -1,12 +1,11 @@
 """Stages, their meshes and how these divide the work, found for a train step."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import product, takewhile
+from itertools import product
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from pipelab.pipeshard.auto.candidate import (
 )
 from pipelab.pipeshard.auto.cost_model import machine_of
 from pipelab.pipeshard.auto.sharding import over_model
-from pipelab.pipeshard.method import Shape, StageProblem
+from pipelab.pipeshard.method import Shape, StageProblem, owner_of
 from pipelab.schedules import make
 
 
@@ -224,28 +223,11 @@ def _table(
 # ---- the optimizer's state lies as the parameter that it belongs to
 
 
-def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
-    """The parameter of this shape whose path ends as this one does, for as long as possible.
-
-    .opt_state[0].mu['Dense_0']['kernel']      .params['Dense_0']['kernel']
-    """
-
-    def alike(other: str) -> int:
-        keys = (re.findall(r"\[[^\]]*\]|\.\w+", of)[::-1] for of in (path, other))
-        pairs = zip(*keys, strict=False)
-        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-    # Two parameters of one shape are told apart by their paths alone.
-    same = (p for p, other in parameters.items() if other == shape)
-    best = max(same, key=alike, default=None)
-    return best if best is not None and (alike(best) or best == path) else None
-
-
 def _spec(
     specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape], path: str, shape: Shape
 ) -> PartitionSpec:
     """How an argument with this path and shape is divided."""
-    return specs.get(_owner(path, shape, parameters) or path, PartitionSpec())
+    return specs.get(owner_of(path, shape, parameters) or path, PartitionSpec())
 
 
 def _state_of_parameters(problem: StageProblem) -> Counter[Var]:
@@ -253,5 +235,5 @@ def _state_of_parameters(problem: StageProblem) -> Counter[Var]:
     arguments = {problem.paths[a]: p for p, a in problem.parameters.items()}
     shapes = {path: shape_of(p) for path, p in arguments.items()}
     others = [v for v in problem.state if problem.paths[v] not in arguments]
-    owners = [_owner(problem.paths[v], shape_of(v), shapes) for v in others]
+    owners = [owner_of(problem.paths[v], shape_of(v), shapes) for v in others]
     return Counter(arguments[owner] for owner in owners if owner is not None)
