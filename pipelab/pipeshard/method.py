@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from pipelab.jax.jaxpr import Graph, Variables, variables
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
+from pipelab.runtime.bar import Bar
 from pipelab.schedules import make
 from pipelab.table.action import Reads
 from pipelab.table.schedule import Schedule
@@ -130,6 +131,7 @@ class StageProblem:
     layers      how many there are
     trains      whether the step takes a gradient
     method      schedule, micro-batches, devices
+    bar         that shows what is done
     shard       number of devices that share a micro-batch -> the loss of one's samples, an
                 `unreduced.Shard`; or why there is none, "" where it would save nothing
     """
@@ -144,6 +146,7 @@ class StageProblem:
     layers: int
     trains: bool
     method: "Pipeshard"
+    bar: Bar
     shard: Callable[[int], Any]
 
 
@@ -188,6 +191,9 @@ class Pipeshard(Keywords):
                   micro-batches are what you want to train on. A masked mean is neither: return its
                   sum and its weight, value_and_grad(loss, weighted=True)
 
+    progress      whether to show a bar while it traces, plans and compiles; default: in a terminal
+                  or a notebook
+
     Where what is drawn at random grows with the batch (a dropout mask), every micro-batch draws
     numbers of its own: its own number is folded into the key. What does not grow is drawn as it is
     written.
@@ -203,6 +209,7 @@ class Pipeshard(Keywords):
     virtual: int = 1
     devices: Sequence[Any] | int | None = None
     reduce: Literal["mean", "sum"] | None = None
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         named = self.stages in ("uniform", "auto")

@@ -36,6 +36,7 @@ from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_piece
 from pipelab.pipeshard.unreduced import Shard, shard_of
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.predict.simulate import simulate
+from pipelab.runtime.bar import Bar
 from pipelab.table.action import Action
 from pipelab.table.schedule import Schedule
 
@@ -51,10 +52,13 @@ def program_of(
 
     `connect` to the other processes, if the meshes are those of several.
     """
-    traced = trace_microbatch(train_step, method, arguments)
-    divided = divide(traced, method)
-    placed = place(divided, arguments, donate_argnums, connect)
-    return compile_stages(placed)
+    with Bar("tracing", 1, shown=method.progress) as bar:
+        bar.step(0)
+        traced = trace_microbatch(train_step, method, arguments)
+        bar.step()
+        divided = divide(traced, method, bar)
+        placed = place(divided, arguments, donate_argnums, connect)
+        return compile_stages(placed, bar)
 
 
 # ---- traced
@@ -161,14 +165,16 @@ class Divided(Traced):
     auto: Any
 
 
-def divide(traced: Traced, method: Pipeshard) -> Divided:
+def divide(traced: Traced, method: Pipeshard, bar: Bar) -> Divided:
     parameters, loss = traced.step.parameters, traced.loss
     find, follows = method.layers, isinstance(method.stages, FollowedStages)
     if isinstance(method.stages, FollowedStages):
         named = {v: parameters.get(v, v) for v in (*parameters, *traced.state)}
         find = partial(method.stages.starts, {v: traced.paths[a] for v, a in named.items()})
     if callable(find):
+        bar.phase("layers")
         loss = mark(loss, find, list(parameters), traced.batch)
+        bar.step()
     shard = cache(lambda devices: traced.of_one(devices, loss))
     count, auto = len(method.stages.layers) if follows else count_layers(loss), None
     if isinstance(method.stages, Planner):
@@ -183,6 +189,7 @@ def divide(traced: Traced, method: Pipeshard) -> Divided:
             layers=count,
             trains=traced.step.trains,
             method=method,
+            bar=bar,
             shard=shard,
         )
         auto = method.stages.choose(problem)
@@ -448,15 +455,18 @@ class Program(Placed):
         return processes
 
 
-def compile_stages(placed: Placed) -> Program:
+def compile_stages(placed: Placed, bar: Bar) -> Program:
     # [1] Before compiling, which takes longest: other programs are found out in a second.
     if placed.connect:
         placed.connect().agree(lambda: placed.digests, "a step")
     # [2] The stages of this process.
     kinds = {action.kind for row in placed.schedule.rows for action in row}
     others = {*placed.state} - {*placed.step.parameters.values()}
-    stages = {
-        s: CompiledStage(
+    mine = [(s, row) for s, row in enumerate(placed.schedule.placement) if row in placed.rows]
+    bar.phase("compiling", len(mine))
+    stages = {}
+    for s, row in mine:
+        stages[s] = CompiledStage(
             placed.graphs,
             s,
             partial(placed.place, row),
@@ -466,9 +476,7 @@ def compile_stages(placed: Placed) -> Program:
             layers=placed.layers,
             shard=placed.shard(placed.meshes[row].shape["data"]),
         )
-        for s, row in enumerate(placed.schedule.placement)
-        if row in placed.rows
-    }
+        bar.step()
     # [3] What all stages hold.
     kept: Mapping[int, int] = {s: stage.bytes for s, stage in stages.items()}
     if placed.connect:

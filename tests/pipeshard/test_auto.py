@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from matplotlib.colors import to_rgb
+from tqdm import std
 
 import pipelab.pipeshard
 from pipelab import make
@@ -32,7 +33,6 @@ from pipelab.pipeshard.auto import (
     AutoPlan,
     AutoStages,
     candidate,
-    planner,
     sharded,
 )
 from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
@@ -547,11 +547,16 @@ def test_planning_again_compiles_no_stage(tmp_path, monkeypatch):
         plan(tmp_path / "others")
 
 
-def test_a_bar_is_shown_when_it_is_asked_for(capsys):
-    pipeline, state, batch = planned(small(), layers=2, devices=1, progress=True)
-    pipeline.compile(state, batch)
+def test_a_bar_says_what_is_done_from_the_first_second(capsys, monkeypatch):
+    monkeypatch.setattr("tqdm.auto.tqdm", partial(std.tqdm, disable=False))
+    params, loss, batch = small()
+    step, start = step_of(loss)
+    method = Pipeshard(4, AutoLayers(2), "auto", devices=1, progress=True)
+    parallelize(step, method).compile(start(params), batch)
     out, err = capsys.readouterr()
-    assert "profiles: 100%" in err and "3/3" in err and not out
+    phases = [line.partition(":")[0].strip() for line in err.split("\r") if ":" in line]
+    order = ["tracing", "layers", "shardings", "profiles", "stages", "compiling"]
+    assert list(dict.fromkeys(phases)) == order and "6/6" in err and not out
 
 
 def test_a_compiler_without_the_quick_options_takes_longer(monkeypatch):

@@ -52,7 +52,6 @@ class AutoStages:
     cache     what compiling has shown, by a digest of what that depends on. Planning again with the
               same mapping compiles nothing; `shelve.open(path)` is one that a file keeps. Default:
               one of this object alone
-    progress  whether to show a bar while profiling; default: in a terminal
 
     Modelled or measured is the compute of stages with the collectives inside. What crosses between
     two stages costs nothing, as in Alpa.
@@ -63,7 +62,6 @@ class AutoStages:
     operator: bool = True
     hosts: int | None = None
     cache: Cache = field(default_factory=dict, repr=False, compare=False)
-    progress: bool | None = None
 
     def choose(self, problem: StageProblem) -> AutoPlan:
         """The plan. Raises PipeshardError where no stages fit, and says what would."""
@@ -89,6 +87,7 @@ class AutoStages:
         def in_flight(remaining: int) -> int:
             return make(schedule, remaining, m).peak_in_flight[0]
 
+        problem.bar.phase("stages", 0)
         table, known = _table(profiles, problem.layers)
         found = best_stages(table, len(devices), m, machine.memory, in_flight)
         chosen = [known[stage] for stage in found.stages]
@@ -137,8 +136,6 @@ class AutoStages:
         self, problem: StageProblem, devices: list[Any], hosts: int, machine: Machine
     ) -> list[StageProfile]:
         """The profiles of every run of layers in every place."""
-        from tqdm import tqdm  # only who plans needs it
-
         places = list(self._places(devices, hosts, problem.samples))
         # A process compiles for devices of its own, as far as there are enough of them.
         here = jax.process_index()
@@ -151,15 +148,17 @@ class AutoStages:
         # [1] How each layer divides its parameters; a shared one lies as its first layer says.
         most = max(model for _, (_, model) in places)
         divided: dict[Var, PartitionSpec] = {}
-        for layer in runs if most > 1 else ():
-            if layer.layers[0] == layer.layers[1]:
-                mesh = mesh_of(devices, (1, most))
-                divided = {**operator_specs(layer, mesh, machine, self.cache), **divided}
+        layers = [each for each in runs if each.layers[0] == each.layers[1]] if most > 1 else []
+        problem.bar.phase("shardings", len(layers))
+        for layer in layers:
+            mesh = mesh_of(devices, (1, most))
+            divided = {**operator_specs(layer, mesh, machine, self.cache), **divided}
+            problem.bar.step()
         # [2] Every run of layers in every place.
         profiles = []
-        hidden = None if self.progress is None else not self.progress  # None: unless a terminal
         every = list(product(runs, places))
-        for each, (submesh, logical) in tqdm(every, unit="stage", desc="profiles", disable=hidden):
+        problem.bar.phase("profiles", len(every))
+        for each, (submesh, logical) in every:
             mesh = mesh_of(devices, logical)
             # What was divided over more devices may not divide over these, or over fewer.
             specs = {
@@ -169,6 +168,7 @@ class AutoStages:
             }
             stage = Placed(each, mesh, specs)
             profiles.append(profile_stage(stage, submesh, state, machine, measured, self.cache))
+            problem.bar.step()
         return profiles
 
     def _places(

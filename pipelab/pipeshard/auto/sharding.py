@@ -22,13 +22,13 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
-from tqdm import tqdm
 
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import PipeshardError, axes_in
 from pipelab.pipeshard.auto.cost_model import Cost, machine_of
 from pipelab.pipeshard.auto.sharded import Sharded, Specs
 from pipelab.pipeshard.method import Shape, as_table
+from pipelab.runtime.bar import Bar
 
 Choices = Callable[[Shape, Mesh], list[PartitionSpec]]
 
@@ -216,7 +216,7 @@ def search_sharding(
                loss and gradients that lie as their weights do. Default: the compiler chooses
     limit      so many candidates are all tried. Beyond, one array after another gets its best
                choice while the others stay, until nothing improves
-    progress   whether to show a bar of candidates; default: in a terminal
+    progress   whether to show a bar of candidates; default: in a terminal or a notebook
 
     `measure` of what is returned runs and times some of the candidates.
 
@@ -231,7 +231,6 @@ def search_sharding(
     program = Sharded(fun, arguments, mesh, outputs)
     machine = machine or machine_of(mesh.devices.flat[0])
     options = _options(program, choices)
-    hidden = None if progress is None else not progress  # None: unless a terminal
     found: dict[Specs, Candidate] = {}
 
     def best_of(many: Iterable[Specs]) -> Specs:
@@ -240,8 +239,10 @@ def search_sharding(
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
             costs = pool.map(program.cost, new)
             pairs = zip(new, costs, strict=True)
-            for specs, cost in tqdm(pairs, "shardings", len(new), disable=hidden if new else True):
-                found[specs] = Candidate(specs, cost, cost.seconds(machine))
+            with Bar("shardings", len(new), shown=progress if new else False) as bar:
+                for specs, cost in pairs:
+                    found[specs] = Candidate(specs, cost, cost.seconds(machine))
+                    bar.step()
         # Also of what was tried before: a sweep asks again for where it stands.
         return min(wanted, key=lambda specs: found[specs].rank(machine))
 
