@@ -13,9 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import pairwise
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ from pipelab.pipeshard.arrays import PipeshardError, on_mesh, shape_of
 from pipelab.pipeshard.auto.cost_model import Cost
 from pipelab.pipeshard.auto.flops import repeats
 from pipelab.pipeshard.auto.sharded import built, in_turn, ones
-from pipelab.pipeshard.auto.sharding import over_model, search_sharding, unsharded
+from pipelab.pipeshard.auto.sharding import Choices, over_model, search_sharding, unsharded
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.method import AXES, Shape, StageProblem, over_samples
@@ -129,12 +130,12 @@ class Placed:
         )
 
 
-def remembered(cache: Cache, key: Any, find: Callable[[], Any]) -> Any:
-    """The value of the cache under a key; else what `find` returns, which it keeps from now on."""
+def remembered(memory: Cache, key: Any, find: Callable[[], Any]) -> Any:
+    """The value of a cache under a key; else what `find` returns, which it keeps from now on."""
     name = digest(key)
-    if name not in cache:
-        cache[name] = find()
-    return cache[name]
+    if name not in memory:
+        memory[name] = find()
+    return memory[name]
 
 
 def both_passes(graph: StageGraph, trains: bool, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
@@ -162,16 +163,22 @@ def candidates(problem: StageProblem) -> Iterator[StageCandidate]:
                 continue
 
 
-def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: Cache) -> Specs:
+def operator_specs(
+    layer: StageCandidate, mesh: Mesh, machine: Machine, memory: Cache, known: Specs
+) -> Specs:
     """The best division found of a layer's parameters over a mesh (1, model).
 
-    What stays whole has no spec.
+    known  of some of them, from equal parts of other layers
+
     """
     here, graph, trains = Placed(layer, mesh, {}), layer.graph, layer.problem.trains
     parameters, whole_spec = graph.parameters, PartitionSpec()
     # Nothing to search where no parameter can be divided.
     if all(len(over_model(shape_of(p), mesh)) == 1 for p in parameters):
         return {}
+
+    def choices(p: Var) -> Choices:
+        return (lambda shape, mesh: [known[p]]) if p in known else over_model
 
     def search() -> tuple[PartitionSpec, ...]:
         arguments = [*graph.arguments, *graph.outputs]
@@ -181,7 +188,7 @@ def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: C
             list(map(spec_of, arguments)),
             mesh,
             machine,
-            choices=[over_model] * len(parameters) + [unsharded] * others,
+            choices=[*map(choices, parameters), *[unsharded] * others],
             # What crosses to other stages is whole, and a gradient lies as its parameter.
             outputs=lambda *specs: (
                 [whole_spec] * len(graph.outputs if trains else graph.made),
@@ -196,8 +203,24 @@ def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: C
 
     # Which division is the best depends on the machine as well: its links against its FLOPs.
     costs = machine.flops, machine.share, machine.latency, machine.memory, machine.link(mesh.size)
-    found = remembered(cache, (here.key(measured=False), costs), search)
-    return {p: spec for p, spec in zip(parameters, found, strict=True) if spec}
+    fixed = [str(known.get(p)) for p in parameters]
+    found = remembered(memory, (here.key(measured=False), costs, fixed), search)
+    return dict(zip(parameters, found, strict=True))
+
+
+def roles(layer: StageCandidate) -> dict[Any, Var]:
+    """Parameters of a layer by what is done with them: equal parts of layers have equal roles."""
+    graph, uses = layer.graph, dict[Var, list[Any]]()
+    for eqn in graph.equations:
+        for i, v in enumerate(eqn.invars):
+            if isinstance(v, Var):
+                made = tuple(str(out.aval) for out in eqn.outvars)
+                uses.setdefault(v, []).append((eqn.primitive.name, i, made))
+    found: dict[Any, Var] = {}
+    for p in graph.parameters:
+        role = str(p.aval), *uses.get(p, ())
+        found[role, sum(other == role for other, _ in found)] = p  # the first, the second of these
+    return found
 
 
 # ---- what it costs
@@ -242,22 +265,97 @@ class StageProfile:
         return self.forward + self.backward + self.reduction / self.microbatches
 
 
+class Findings(NamedTuple):
+    """What compiling a stage shows, on one device.
+
+    costs        of the forward, of the backward and of the reduction, if there are these
+    activations  bytes that a forward leaves for its backward
+    seconds      of each, if they are measured
+    """
+
+    costs: list[Cost]
+    activations: int
+    seconds: list[float]
+
+
+class Runs:
+    """All runs of layers on one mesh, and what compiling them shows.
+
+    Where equal layers follow each other, what is modelled is the sum of that of each two
+    neighbours, less what is in two of these; so 24 equal blocks take no longer than four:
+
+        a b b c    |  a b  +  b b  +  b c  -  b  -  b
+    """
+
+    def __init__(
+        self, stages: Mapping[tuple[int, int], Placed], measured: bool, memory: Cache
+    ) -> None:
+        """No stage is compiled yet.
+
+        stages    by their first and last layer
+        measured  whether seconds are measured, on the mesh's devices
+        memory    what compiling has shown before
+        """
+        self.stages, self.measured, self.memory = stages, measured, memory
+        self.find, self._key = cache(self._find), cache(self._key_of)
+
+    def _key_of(self, layer: int) -> Any:
+        return self.stages[layer, layer].key(measured=False)
+
+    def _find(self, first: int, last: int) -> Findings:
+        """What is known of a run, or found by compiling it."""
+        neighbours = [*pairwise(range(first, last + 1))]
+        parts = {(k, k) for k in range(first, last + 1)} | {*neighbours}
+        if (
+            self.measured
+            or len(neighbours) < 2
+            or not parts <= self.stages.keys()
+            or all(self._key(a) != self._key(b) for a, b in neighbours)
+        ):
+            stage = self.stages[first, last]
+            key = stage.key(self.measured)
+            return remembered(self.memory, key, lambda: _compiled(stage, self.measured))
+        pairs = [self.find(a, b) for a, b in neighbours]
+        return _joined(pairs, [self.find(a, a) for a, _ in neighbours[1:]])
+
+
+def _joined(pairs: list[Findings], inner: list[Findings]) -> Findings:
+    """The findings of a run of layers.
+
+    pairs  of each layer and the next
+    inner  of each layer but the first and the last
+    """
+
+    def added(of: Callable[[Findings], Any]) -> Any:
+        return sum(map(of, pairs)) - sum(map(of, inner))
+
+    activations, costs = added(lambda each: each.activations), []
+    for i, cost in enumerate(pairs[0].costs):
+        sums = {
+            name: added(lambda each, i=i, name=name: getattr(each.costs[i], name))
+            for name in ("flops", "ring_bytes", "collectives")
+        }
+        # What a pass takes beside its arguments is that of one layer after the other; only what a
+        # forward leaves is there for all of them.
+        beside = [each.costs[i].peak_bytes - each.costs[i].argument_bytes for each in pairs]
+        if i == 0:
+            left = [each.activations for each in pairs]
+            beside = [b - a + activations for b, a in zip(beside, left, strict=True)]
+        peak = max(beside)
+        costs.append(replace(cost, argument_bytes=0, output_bytes=0, peak_bytes=peak, **sums))
+    return Findings(costs, activations, [])
+
+
 def profile_stage(
-    stage: Placed,
-    submesh: Shape,
-    state: Counter[Var],
-    machine: Machine,
-    measured: bool,
-    cache: Cache,
+    stage: Placed, found: Findings, submesh: Shape, state: Counter[Var], machine: Machine
 ) -> StageProfile:
     """The profile of a stage.
 
-    state     parameter -> how many of the optimizer's arrays have its shape, divided as it is
-    measured  whether seconds are measured, on the mesh's devices
+    found  by compiling it
+    state  parameter -> how many of the optimizer's arrays have its shape, divided as it is
     """
-    # [1] What compiling it shows, unless that is known.
-    key = stage.key(measured)
-    costs, activations, seconds = remembered(cache, key, lambda: _examine(stage, measured))
+    # [1] How long it takes.
+    costs, activations, seconds = found
     graph, problem = stage.candidate.graph, stage.candidate.problem
     times = seconds or [cost.seconds(machine) for cost in costs]
     forward, backward, *reduction = times if problem.trains else [*times, 0.0]
@@ -279,7 +377,7 @@ def profile_stage(
         submesh=submesh,
         logical=stage.mesh.devices.shape,
         sharding={problem.paths[problem.parameters[p]]: spec for p, spec in stage.specs.items()},
-        source="measured" if measured else "model",
+        source="measured" if seconds else "model",
         forward=forward,
         backward=backward,
         reduction=sum(reduction),
@@ -291,12 +389,7 @@ def profile_stage(
     )
 
 
-def _examine(stage: Placed, measured: bool) -> tuple[list[Cost], int, list[float]]:
-    """The findings of compiling a stage, on one device.
-
-    The costs of the forward, of the backward and of the reduction, if there is one; the bytes that
-    a forward leaves for its backward; and the seconds of these, if they are measured.
-    """
+def _compiled(stage: Placed, measured: bool) -> Findings:
     compiled = stage.compile(measured)
     times = repeats(stage.candidate.graph.equations)
     # The backward adds to the gradients' sums.
@@ -304,7 +397,7 @@ def _examine(stage: Placed, measured: bool) -> tuple[list[Cost], int, list[float
     costs = [Cost.of(each, times) for each in run]
     costs += [Cost.of(compiled.total)] if compiled.total else []
     seconds = _measure(stage, compiled) if measured else []
-    return costs, compiled.bytes // stage.mesh.size, seconds
+    return Findings(costs, compiled.bytes // stage.mesh.size, seconds)
 
 
 def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Var
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
@@ -20,11 +20,15 @@ from pipelab.pipeshard.auto.auto_plan import AutoPlan
 from pipelab.pipeshard.auto.candidate import (
     Cache,
     Placed,
+    Runs,
+    Specs,
+    StageCandidate,
     StageProfile,
     candidates,
     mesh_of,
     operator_specs,
     profile_stage,
+    roles,
 )
 from pipelab.pipeshard.auto.cost_model import machine_of
 from pipelab.pipeshard.auto.sharding import over_model
@@ -147,27 +151,33 @@ class AutoStages:
         state = _state_of_parameters(problem)
         # [1] How each layer divides its parameters; a shared one lies as its first layer says.
         most = max(model for _, (_, model) in places)
-        divided: dict[Var, PartitionSpec] = {}
+        # Layers of which there are most come first: others that have parts like theirs follow them.
+        divided, known = dict[Var, PartitionSpec](), dict[Any, PartitionSpec]()
         layers = [each for each in runs if each.layers[0] == each.layers[1]] if most > 1 else []
         problem.bar.phase("shardings", len(layers))
-        for layer in layers:
+        equal = Counter(layer.text for layer in layers)
+        for layer in sorted(layers, key=lambda layer: -equal[layer.text]):
+            mine = roles(layer)
+            seeds = {p: known[role] for role, p in mine.items() if role in known}
+            seeds |= {p: divided[p] for p in mine.values() if p in divided}
             mesh = mesh_of(devices, (1, most))
-            divided = {**operator_specs(layer, mesh, machine, self.cache), **divided}
+            found = operator_specs(layer, mesh, machine, self.cache, seeds)
+            known |= {role: found[p] for role, p in mine.items() if p in found}
+            divided |= found
             problem.bar.step()
         # [2] Every run of layers in every place.
-        profiles = []
-        every = list(product(runs, places))
-        problem.bar.phase("profiles", len(every))
-        for each, (submesh, logical) in every:
+        on: dict[Shape, Runs] = {}
+        for _, logical in places:
             mesh = mesh_of(devices, logical)
-            # What was divided over more devices may not divide over these, or over fewer.
-            specs = {
-                p: divided[p]
-                for p in each.graph.parameters
-                if p in divided and divided[p] in over_model(shape_of(p), mesh)
+            stages = {
+                each.layers: Placed(each, mesh, _fitting(divided, each, mesh)) for each in runs
             }
-            stage = Placed(each, mesh, specs)
-            profiles.append(profile_stage(stage, submesh, state, machine, measured, self.cache))
+            on[logical] = Runs(stages, measured, self.cache)
+        profiles = []
+        problem.bar.phase("profiles", len(runs) * len(places))
+        for each, (submesh, logical) in product(runs, places):
+            stage, found = on[logical].stages[each.layers], on[logical].find(*each.layers)
+            profiles.append(profile_stage(stage, found, submesh, state, machine))
             problem.bar.step()
         return profiles
 
@@ -183,6 +193,16 @@ class AutoStages:
             for model in range(1, count + 1 if self.operator else 2):
                 if count % model == 0 and samples % (count // model) == 0:
                     yield submesh, (count // model, model)
+
+
+def _fitting(divided: Specs, each: StageCandidate, mesh: Mesh) -> Specs:
+    """How the parameters of a run of layers are divided over a mesh."""
+    # What was divided over more devices may not divide over these, or over fewer.
+    return {
+        p: spec
+        for p in each.graph.parameters
+        if (spec := divided.get(p)) and spec in over_model(shape_of(p), mesh)
+    }
 
 
 def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> list[Any]:
