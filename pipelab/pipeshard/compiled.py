@@ -10,6 +10,7 @@ from pipelab.jax.jaxpr import Arrays, Graph, spec_of
 from pipelab.jax.passes import (
     Compiled,
     Groups,
+    Passes,
     Specs,
     bytes_on_mesh,
     compile_passes,
@@ -48,6 +49,7 @@ class CompiledStage(Compiled):
         options: Mapping[str, Any] | None = None,
         layers: Sequence[Sequence[int]] = (),
         shard: Shard | str = "",
+        traced: Passes | None = None,
     ) -> None:
         """Stage `s` of these.
 
@@ -57,6 +59,7 @@ class CompiledStage(Compiled):
         options  for the compiler
         layers   of all stages
         shard    the loss of one device's samples, or why there is none
+        traced   its passes, if they have been traced before
         """
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
@@ -64,7 +67,7 @@ class CompiledStage(Compiled):
         self.later = {v: None for of in after for v in (*of.inputs, *of.aux_inputs)}
         # [2] Its passes. What they hand on lies where the plan says.
         shapes = Groups(*(specs(vs, place) for vs in graph.groups))
-        traced = passes(graph.run, shapes)
+        traced = traced or passes(graph.run, shapes)
         sent = [place(v) for v in (*graph.outputs, *graph.aux_outputs)]
         self.all_reduced, pullback = "", None
         if shard and graph.parameters:

@@ -24,10 +24,10 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.jax.host import digest
-from pipelab.jax.jaxpr import Arrays, spec_of
-from pipelab.jax.passes import Groups, bytes_on_mesh, differentiate
+from pipelab.jax.jaxpr import Arrays, contains, spec_of, variables
+from pipelab.jax.passes import Groups, Passes, bytes_on_mesh, differentiate, passes
 from pipelab.optimize.plan.machine import Machine
-from pipelab.pipeshard.arrays import PipeshardError, on_mesh, shape_of
+from pipelab.pipeshard.arrays import CONSTRAINT, PipeshardError, on_mesh, shape_of
 from pipelab.pipeshard.auto.cost_model import Cost
 from pipelab.pipeshard.auto.flops import repeats
 from pipelab.pipeshard.auto.sharded import built, in_turn, ones
@@ -61,6 +61,11 @@ class StageCandidate:
     @property
     def graph(self) -> StageGraph:
         return self.graphs[self.s]
+
+    @cached_property
+    def passes(self) -> Passes:
+        graph = self.graph if self.problem.trains else self.graph.forward_only
+        return passes(graph.run, Groups(*(list(map(spec_of, vs)) for vs in graph.groups)))
 
     @cached_property
     def text(self) -> str:
@@ -105,12 +110,21 @@ class Placed:
         each = self.candidate
         graphs = list(each.graphs)
         graphs[each.s] = self.graph
-        kinds: tuple[Kind, ...] = (Kind.B,)
+        kinds: tuple[Kind, ...] = (Kind.B,) if each.problem.trains else (Kind.F,)
         if not each.problem.trains:
-            graphs, kinds = [graph.forward_only for graph in graphs], (Kind.F,)
+            graphs = [graph.forward_only for graph in graphs]
+        # The passes differ between meshes in the user's sharding constraints alone.
+        constrained = any(contains(eqn, [CONSTRAINT]) for eqn in each.graph.equations)
         shard = each.problem.shard(self.mesh.shape["data"])
         build = partial(
-            CompiledStage, graphs, each.s, self.place, kinds, layers=each.stages, shard=shard
+            CompiledStage,
+            graphs,
+            each.s,
+            self.place,
+            kinds,
+            layers=each.stages,
+            shard=shard,
+            traced=None if constrained else each.passes,
         )
         return built(lambda options: build(options=options), self.mesh, scored=not runs)
 
@@ -195,6 +209,7 @@ def operator_specs(
                 list(specs[: len(parameters)]) if trains else [],
                 [whole_spec] * len(graph.inputs if trains else ()),
             ),
+            tied=[*siblings(graph), *range(others)],
             limit=EXHAUSTIVE,
             progress=False,  # the planner has a bar of its own
         )
@@ -206,6 +221,19 @@ def operator_specs(
     fixed = [str(known.get(p)) for p in parameters]
     found = remembered(memory, (here.key(measured=False), costs, fixed), search)
     return dict(zip(parameters, found, strict=True))
+
+
+def siblings(graph: StageGraph) -> list[Any]:
+    """Per parameter a key, equal where the same is done with them and the same beside.
+
+    Such are the projections to queries, keys and values, and parameters that are all added.
+    """
+    uses: dict[Var, list[Any]] = {p: [p.aval] for p in graph.parameters}
+    for eqn in graph.equations:
+        for p in uses.keys() & {*variables(eqn.invars)}:
+            others = [v for v in variables(eqn.invars) if v is not p]
+            uses[p].append((eqn.primitive.name, others))
+    return [str(use) for use in uses.values()]
 
 
 def roles(layer: StageCandidate) -> dict[Any, Var]:

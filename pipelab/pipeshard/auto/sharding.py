@@ -200,6 +200,7 @@ def search_sharding(
     *,
     choices: Choices | Sequence[Choices] = anywhere,
     outputs: Callable | None = None,
+    tied: Sequence[Any] | None = None,
     limit: int = 100,
     progress: bool | None = None,
 ) -> Search:
@@ -214,6 +215,8 @@ def search_sharding(
     outputs    where the results lie: called as `fun` is, with specs for arrays, it returns theirs,
                None where the compiler may choose: `lambda weights, batch: (None, weights)` for a
                loss and gradients that lie as their weights do. Default: the compiler chooses
+    tied       per array a key: those with equal keys, of one shape, get the same choice. Default:
+               each its own
     limit      so many candidates are all tried. Beyond, one array after another gets its best
                choice while the others stay, until nothing improves
     progress   whether to show a bar of candidates; default: in a terminal or a notebook
@@ -231,6 +234,8 @@ def search_sharding(
     program = Sharded(fun, arguments, mesh, outputs)
     machine = machine or machine_of(mesh.devices.flat[0])
     options = _options(program, choices)
+    keys = range(len(options)) if tied is None else tied
+    groups = [[i for i, k in enumerate(keys) if k == key] for key in dict.fromkeys(keys)]
     found: dict[Specs, Candidate] = {}
 
     def best_of(many: Iterable[Specs]) -> Specs:
@@ -246,11 +251,15 @@ def search_sharding(
         # Also of what was tried before: a sweep asks again for where it stands.
         return min(wanted, key=lambda specs: found[specs].rank(machine))
 
-    possible = math.prod(map(len, options))
+    possible = math.prod(len(options[group[0]]) for group in groups)
     if possible <= limit:
-        best_of(product(*options))
+        number = {i: g for g, group in enumerate(groups) for i in group}
+        every = product(*(options[group[0]] for group in groups))
+        best_of(tuple(of[number[i]] for i in range(len(options))) for of in every)
     else:
-        _descend(options, [x.size for x in program.leaves], best_of)
+        # The largest arrays decide most; what they leave open, the smaller ones follow.
+        groups.sort(key=lambda group: -sum(program.leaves[i].size for i in group))
+        _descend(options, groups, best_of)
     table = tuple(sorted(found.values(), key=lambda each: each.rank(machine)))
     return Search(program.paths, program.mesh, machine, table, possible, program)
 
@@ -268,12 +277,13 @@ def _options(program: Sharded, choices: Choices | Sequence[Choices]) -> list[lis
 
 def _descend(
     options: list[list[PartitionSpec]],
-    sizes: list[int],
+    groups: list[list[int]],
     best_of: Callable[[Iterable[Specs]], Specs],
 ) -> None:
     """Two descents: from all arrays whole, and from all split as late as can be.
 
-    In one sweep each array, the largest first, gets its best choice while the others stay:
+    In one sweep each array, or group of them, in this order, gets its best choice while the others
+    stay:
 
         whole     whole     1.00 s          start
         -,model   whole     0.40 s          the first array's best of 3
@@ -281,14 +291,15 @@ def _descend(
 
     No array's change alone is better then; that of two together may be.
     """
-    # The largest arrays decide most; what they leave open, the smaller ones follow.
-    order = sorted(range(len(options)), key=lambda i: -sizes[i])
     # Whole may be a dead end of its own: to divide one array alone can cost more than it saves.
     for start in (0, -1):
         here: Specs = tuple(choices[start] for choices in options)
         before = None
         while here != before:
             before = here
-            for i in order:
-                changed = [(*here[:i], choice, *here[i + 1 :]) for choice in options[i]]
+            for group in groups:
+                changed = [
+                    tuple(choice if i in group else spec for i, spec in enumerate(here))
+                    for choice in options[group[0]]
+                ]
                 here = best_of([here, *changed])
