@@ -167,8 +167,9 @@ class Divided(Traced):
 
 def divide(traced: Traced, method: Pipeshard, bar: Bar) -> Divided:
     parameters, loss = traced.step.parameters, traced.loss
-    find, follows = method.layers, isinstance(method.stages, FollowedStages)
+    find, count = method.layers, 0
     if isinstance(method.stages, FollowedStages):
+        count = len(method.stages.layers)
         named = {v: parameters.get(v, v) for v in (*parameters, *traced.state)}
         find = partial(method.stages.starts, {v: traced.paths[a] for v, a in named.items()})
     if callable(find):
@@ -176,7 +177,7 @@ def divide(traced: Traced, method: Pipeshard, bar: Bar) -> Divided:
         loss = mark(loss, find, list(parameters), traced.batch)
         bar.step()
     shard = cache(lambda devices: traced.of_one(devices, loss))
-    count, auto = len(method.stages.layers) if follows else count_layers(loss), None
+    count, auto = count or count_layers(loss), None
     if isinstance(method.stages, Planner):
         problem = StageProblem(
             loss=loss,

@@ -608,7 +608,7 @@ def test_six_devices_divide_what_they_can():
     assert shapes == {((1, n), (1, n)) for n in (1, 2, 4, 6)}
 
 
-def test_equal_blocks_are_profiled_once():
+def test_equal_blocks_are_profiled_once(monkeypatch):
     params = [normal(8, 8, seed=i) for i in range(6)]
 
     def loss(params, batch):
@@ -617,15 +617,46 @@ def test_equal_blocks_are_profiled_once():
             x = jnp.tanh(x @ w)
         return jnp.mean(x * x)
 
+    def plan(cache):
+        model = params, loss, {"x": normal(8, 8)}
+        pipeline, state, batch = planned(model, layers=6, cache=cache)
+        return pipeline.compile(state, batch).auto
+
     cache = {}
-    model = params, loss, {"x": normal(8, 8)}
-    pipeline, state, batch = planned(model, layers=6, cache=cache)
-    plan = pipeline.compile(state, batch).auto
-    assert len(plan.profiles) == 2 * 21
-    # Per mesh and per number of layers: one that begins, one inside, one that ends; and all of it.
-    assert len(cache) == 2 * (5 + 4 + 5 + 1)
-    inside = {p.layers: p.seconds for p in plan.profiles if p.submesh == (1, 1)}
+    found = plan(cache)
+    assert len(found.profiles) == 2 * 21
+    # Per mesh: the first, one inside, the last; and each of two neighbours of these.
+    assert len(cache) == 2 * (3 + 3)
+    inside = {p.layers: p.seconds for p in found.profiles if p.submesh == (1, 1)}
     assert inside[1, 2] == inside[3, 4] != inside[4, 5]
+    # Sums of neighbours are what compiling all of a run shows.
+    monkeypatch.setattr(candidate.Runs, "_key_of", lambda self, layer: layer)
+    whole = plan({})
+    assert whole.layers == found.layers
+    for a, b in zip(found.profiles, whole.profiles, strict=True):
+        assert (a.layers, a.parameter_bytes) == (b.layers, b.parameter_bytes)
+        assert a.activation_bytes == b.activation_bytes
+        assert a.seconds == pytest.approx(b.seconds, rel=0.02)
+        assert a.held_bytes == pytest.approx(b.held_bytes, rel=0.3)
+
+
+def test_equal_parts_of_layers_are_divided_alike():
+    """The blocks of a transformer; the search tries few candidates for what is around them."""
+    cache = {}
+    model = transformer(4)
+    machine = replace(TOY, memory=5e5)
+    pipeline, state, batch = planned(
+        model, layers=4, operator=True, machine=machine, cache=cache, microbatches=2
+    )
+    plan = pipeline.compile(state, batch).auto
+    divided = {}
+    for each in plan.profiles:
+        if each.logical == (1, 2) and each.layers[0] == each.layers[1]:
+            divided |= each.sharding
+    kinds = {}
+    for path, spec in divided.items():
+        kinds.setdefault(path.rpartition("[")[2], set()).add(spec)
+    assert all(len(specs) == 1 for specs in kinds.values()) and kinds
 
 
 def test_times_can_be_measured():

@@ -342,7 +342,7 @@ class Runs:
         ):
             stage = self.stages[first, last]
             key = stage.key(self.measured)
-            return remembered(self.memory, key, lambda: _compiled(stage, self.measured))
+            return remembered(self.memory, key, lambda: _examine(stage, self.measured))
         pairs = [self.find(a, b) for a, b in neighbours]
         return _joined(pairs, [self.find(a, a) for a, _ in neighbours[1:]])
 
@@ -359,10 +359,10 @@ def _joined(pairs: list[Findings], inner: list[Findings]) -> Findings:
 
     activations, costs = added(lambda each: each.activations), []
     for i, cost in enumerate(pairs[0].costs):
-        sums = {
-            name: added(lambda each, i=i, name=name: getattr(each.costs[i], name))
-            for name in ("flops", "ring_bytes", "collectives")
-        }
+
+        def total(name: str, i: int = i) -> Any:
+            return added(lambda each: getattr(each.costs[i], name))
+
         # What a pass takes beside its arguments is that of one layer after the other; only what a
         # forward leaves is there for all of them.
         beside = [each.costs[i].peak_bytes - each.costs[i].argument_bytes for each in pairs]
@@ -370,7 +370,17 @@ def _joined(pairs: list[Findings], inner: list[Findings]) -> Findings:
             left = [each.activations for each in pairs]
             beside = [b - a + activations for b, a in zip(beside, left, strict=True)]
         peak = max(beside)
-        costs.append(replace(cost, argument_bytes=0, output_bytes=0, peak_bytes=peak, **sums))
+        costs.append(
+            replace(
+                cost,
+                flops=total("flops"),
+                ring_bytes=total("ring_bytes"),
+                collectives=total("collectives"),
+                argument_bytes=0,
+                output_bytes=0,
+                peak_bytes=peak,
+            )
+        )
     return Findings(costs, activations, [])
 
 
@@ -417,7 +427,7 @@ def profile_stage(
     )
 
 
-def _compiled(stage: Placed, measured: bool) -> Findings:
+def _examine(stage: Placed, measured: bool) -> Findings:
     compiled = stage.compile(measured)
     times = repeats(stage.candidate.graph.equations)
     # The backward adds to the gradients' sums.
@@ -446,7 +456,7 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
         sums, *others = compiled.backward(sums, operands)
         return sums, others
 
-    programs = [forward, backward]
+    programs: list[Callable[[], Any]] = [forward, backward]
     if total := compiled.total:
         # It gives up the sums, so each turn needs new ones: that is in its time.
         programs.append(lambda: total(compiled.zeros()))

@@ -176,8 +176,8 @@ class AutoStages:
         profiles = []
         problem.bar.phase("profiles", len(runs) * len(places))
         for each, (submesh, logical) in product(runs, places):
-            stage, found = on[logical].stages[each.layers], on[logical].find(*each.layers)
-            profiles.append(profile_stage(stage, found, submesh, state, machine))
+            stage, shown = on[logical].stages[each.layers], on[logical].find(*each.layers)
+            profiles.append(profile_stage(stage, shown, submesh, state, machine))
             problem.bar.step()
         return profiles
 
