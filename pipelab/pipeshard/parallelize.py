@@ -44,13 +44,26 @@ def parallelize(
                     takes one gradient, by `pipelab.pipeshard.grad` or `value_and_grad`, of a loss
                     that marks its layers' boundaries. It may be jitted, and use flax (linen, or nnx
                     by split and merge), optax, or neither. Without one, this is a decorator:
-                    `@parallelize(method=Pipeshard(4))`
+                    `@parallelize(method=Pipeshard(4))`. A step that takes no gradient, such as
+                    (state, batch) -> (logits, loss), evaluates: it runs the forwards alone
     method          how to cut it, place it, and order it
     batch_argnums   which arguments are batches: every array in them has the samples along
                     dimension 0
     donate_argnums  which arguments are given up, as in jax.jit: the results use their memory again,
                     and their arrays are deleted. What a jitted step donates is donated anyway
     timeout         seconds within which some action has to end, where there are several processes
+
+    A step that evaluates reads the state where training has it, and copies none of it, if it has
+    the same stages: pass the same method, or, where these were found ("auto", `AutoLayers`), those
+    of the step that trained:
+
+        train = parallelize(train_step, method)
+        state, loss = train(state, batch)
+        evaluate = parallelize(eval_step, replace(method, stages=train.stages))
+        logits = evaluate(state, batch)
+
+    What it computes per sample is joined along the samples, means are averaged and sums added up,
+    as for what a loss returns beside its value.
 
     The loss is computed micro-batch by micro-batch and its gradients added up: the result is that
     of the undivided batch, for a loss that is a mean or a sum over it. Further results of the loss
@@ -59,8 +72,10 @@ def parallelize(
     mask does: every micro-batch draws its own (see `Pipeshard`).
 
     Results stay where they are made: each stage's part of the state on its own devices, ready for
-    the next call. `jax.device_put(state, device)` brings them together, `jax.device_get` to the
-    host; `plan.stages[1].parameters` names the arrays of stage 1, by their paths in the state.
+    the next call. `plan.stages[1].parameters` names the arrays of stage 1, by their paths in the
+    state. Other functions of jax want their arguments on the same devices: jax.jit(f)(state) raises
+    "Received incompatible devices for jitted computation". `jax.device_put(state, device)` brings a
+    state together on one device, and `fetch` on the host.
 
     Inside a stage, `jax.lax.with_sharding_constraint` may name the axes of its mesh, "data" and
     "model": `PartitionSpec("data", "model")`. Without it, XLA decides.
@@ -125,7 +140,7 @@ def _explained() -> Iterator[None]:
 
 
 class Parallelized:
-    """A train step that runs as a pipeline; called as the step is, with the same results.
+    """A step that runs as a pipeline; called as the step is, with the same results.
 
     Arguments are passed by position; options of the step are bound by functools.partial.
 
@@ -166,7 +181,7 @@ class Parallelized:
         self._records: list[Record] = []  # what it measured
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """One train step.
+        """One step.
 
         Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
         """
@@ -175,7 +190,7 @@ class Parallelized:
             return self._run(arguments)[1].results
 
     def fetch(self, tree: Any) -> Any:
-        """The arrays of a tree as numpy arrays, whole.
+        """The arrays of a tree, such as a state on several meshes, as numpy arrays, whole.
 
         In one process that is jax.device_get; in several it is for all of them to call.
         """

@@ -343,8 +343,9 @@ class Runs:
             stage = self.stages[first, last]
             key = stage.key(self.measured)
             return remembered(self.memory, key, lambda: _examine(stage, self.measured))
-        pairs = [self.find(a, b) for a, b in neighbours]
-        return _joined(pairs, [self.find(a, a) for a, _ in neighbours[1:]])
+        return _joined(
+            [self.find(a, b) for a, b in neighbours], [self.find(a, a) for a, _ in neighbours[1:]]
+        )
 
 
 def _joined(pairs: list[Findings], inner: list[Findings]) -> Findings:
@@ -353,34 +354,24 @@ def _joined(pairs: list[Findings], inner: list[Findings]) -> Findings:
     pairs  of each layer and the next
     inner  of each layer but the first and the last
     """
-
-    def added(of: Callable[[Findings], Any]) -> Any:
-        return sum(map(of, pairs)) - sum(map(of, inner))
-
-    activations, costs = added(lambda each: each.activations), []
-    for i, cost in enumerate(pairs[0].costs):
-
-        def total(name: str, i: int = i) -> Any:
-            return added(lambda each: getattr(each.costs[i], name))
-
+    activations = sum(each.activations for each in pairs)
+    activations -= sum(each.activations for each in inner)
+    costs = []
+    for i, cost in enumerate(max((each.costs for each in pairs), key=len)):
+        several = [each.costs[i] for each in pairs if i < len(each.costs)]
+        twice = [each.costs[i] for each in inner if i < len(each.costs)]
+        sums: dict[str, Any] = {}
+        for name in ("flops", "ring_bytes", "collectives"):
+            sums[name] = sum(getattr(each, name) for each in several)
+            sums[name] -= sum(getattr(each, name) for each in twice)
         # What a pass takes beside its arguments is that of one layer after the other; only what a
         # forward leaves is there for all of them.
-        beside = [each.costs[i].peak_bytes - each.costs[i].argument_bytes for each in pairs]
+        beside = [each.peak_bytes - each.argument_bytes for each in several]
         if i == 0:
             left = [each.activations for each in pairs]
             beside = [b - a + activations for b, a in zip(beside, left, strict=True)]
         peak = max(beside)
-        costs.append(
-            replace(
-                cost,
-                flops=total("flops"),
-                ring_bytes=total("ring_bytes"),
-                collectives=total("collectives"),
-                argument_bytes=0,
-                output_bytes=0,
-                peak_bytes=peak,
-            )
-        )
+        costs.append(replace(cost, argument_bytes=0, output_bytes=0, peak_bytes=peak, **sums))
     return Findings(costs, activations, [])
 
 

@@ -42,6 +42,8 @@ class AutoStages:
 
     Every run of layers is compiled for every submesh that it may get, as data parallel, operator
     parallel and both, unless an equal one has been compiled before; then a dynamic program chooses.
+    Where equal layers follow each other, two of them are compiled at most, and modelled seconds of
+    more are added up (`candidate.Runs`).
 
     machine   whose memory is the limit, and whose seconds are modelled: a `Machine`, or the name of
               one of MACHINES; "here" is the one with such devices (`auto.cost_model.machine_of`).
