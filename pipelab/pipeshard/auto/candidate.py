@@ -357,7 +357,8 @@ def _joined(pairs: list[Findings], inner: list[Findings]) -> Findings:
     activations = sum(each.activations for each in pairs)
     activations -= sum(each.activations for each in inner)
     costs = []
-    for i, cost in enumerate(max((each.costs for each in pairs), key=len)):
+    longest = max(pairs, key=lambda each: len(each.costs))
+    for i, cost in enumerate(longest.costs):
         several = [each.costs[i] for each in pairs if i < len(each.costs)]
         twice = [each.costs[i] for each in inner if i < len(each.costs)]
         sums: dict[str, Any] = {}

@@ -164,11 +164,7 @@ class Trial:
         found.add(label, joined, expected, floor, _joined(cut_up), again(0), whole=True)
 
     def compare_losses(
-        self,
-        pieces: Sequence[Piece],
-        near: Losses,
-        exact: Losses,
-        cut_up: Sequence[tuple[float, float]] = (),
+        self, pieces: Sequence[Piece], near: Losses, exact: Losses, cut_up: Sequence[tuple[float, float]] = ()
     ) -> None:
         """The losses of the next micro-batches; one that counts nothing has none.
 
