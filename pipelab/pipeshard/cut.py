@@ -159,21 +159,14 @@ def cut(
 ) -> list[StageGraph]:
     """Cut the loss into stages of these layers; of the batch is the number of the micro-batch, too.
 
-    trains  whether there is a gradient, which begins with the loss on the last stage
-
-    Raises PipeshardError for a stage that has nothing to do.
+    It has a gradient if it `trains`. Raises PipeshardError for a stage that has nothing to do.
     """
     # [1] Every equation with the stage that computes it.
     active = loss.depending(parameters)
     placed = _place(loss, parameters, batch, active, stages)
     maker = {v: home for eqn, home in placed if home is not None for v in eqn.outvars}
     last = len(stages) - 1
-    results = _results(loss, maker, last)
-    if trains and 0 not in results[last]:
-        raise PipeshardError(
-            f"the loss is complete before stage {last}, whose layers it does not need: "
-            "move the boundaries"
-        )
+    results = _results(loss, maker, last, trains)
     # [2] From the last stage to the first, since what a stage has to send is known only when all
     #     later ones have said what they need:
     #
@@ -218,12 +211,17 @@ def cut(
     return graphs[::-1]
 
 
-def _results(loss: Graph, maker: dict[Var, int], last: int) -> list[dict[int, Atom]]:
+def _results(loss: Graph, maker: dict[Var, int], last: int, trains: bool) -> list[dict[int, Atom]]:
     """Per stage, position -> result of the loss: the last stage has what no other computes."""
     results: list[dict[int, Atom]] = [{} for _ in range(last + 1)]
     for i, atom in enumerate(loss.outputs):
         home = maker.get(atom, last) if isinstance(atom, Var) else last
         results[home][i] = atom
+    if trains and 0 not in results[last]:
+        raise PipeshardError(
+            f"the loss is complete before stage {last}, whose layers it does not need: "
+            "move the boundaries"
+        )
     return results
 
 

@@ -44,26 +44,14 @@ def parallelize(
                     takes one gradient, by `pipelab.pipeshard.grad` or `value_and_grad`, of a loss
                     that marks its layers' boundaries. It may be jitted, and use flax (linen, or nnx
                     by split and merge), optax, or neither. Without one, this is a decorator:
-                    `@parallelize(method=Pipeshard(4))`. A step that takes no gradient, such as
-                    (state, batch) -> (logits, loss), evaluates: it runs the forwards alone
+                    `@parallelize(method=Pipeshard(4))`. Without a gradient it evaluates, the
+                    forwards alone: (state, batch) -> (logits, loss). See `Parallelized.stages`
     method          how to cut it, place it, and order it
     batch_argnums   which arguments are batches: every array in them has the samples along
                     dimension 0
     donate_argnums  which arguments are given up, as in jax.jit: the results use their memory again,
                     and their arrays are deleted. What a jitted step donates is donated anyway
     timeout         seconds within which some action has to end, where there are several processes
-
-    A step that evaluates reads the state where training has it, and copies none of it, if it has
-    the same stages: pass the same method, or, where these were found ("auto", `AutoLayers`), those
-    of the step that trained:
-
-        train = parallelize(train_step, method)
-        state, loss = train(state, batch)
-        evaluate = parallelize(eval_step, replace(method, stages=train.stages))
-        logits = evaluate(state, batch)
-
-    What it computes per sample is joined along the samples, means are averaged and sums added up,
-    as for what a loss returns beside its value.
 
     The loss is computed micro-batch by micro-batch and its gradients added up: the result is that
     of the undivided batch, for a loss that is a mean or a sum over it. Further results of the loss
@@ -248,9 +236,16 @@ class Parallelized:
     def stages(self) -> FollowedStages:
         """The stages of the last call, for another step with the same state.
 
-        A step that evaluates, say, which copies no weights then, whatever planned these:
+        A step that evaluates reads the state where training has it, and copies none of it, if it
+        has the same stages: pass the same method, or, where these were found, those of training:
 
+            train = parallelize(train_step, method)
+            state, loss = train(state, batch)
             evaluate = parallelize(eval_step, replace(method, stages=train.stages))
+            logits = evaluate(state, batch)
+
+        Results of samples are joined, means averaged, and sums added up, as for what a loss returns
+        beside its value.
         """
         return followed(self._program_run)
 
