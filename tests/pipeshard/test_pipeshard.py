@@ -781,7 +781,7 @@ def assert_error(
         ),
         (
             dict(stages=2, schedule=Schedule.from_csv("0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3")),
-            "has forwards alone, and a step without a gradient is not supported yet",
+            "has forwards alone, and the step takes a gradient: use one that trains",
         ),
         (dict(reduce="max"), "reduce='max': use 'mean' or 'sum'"),
         (
