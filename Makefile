@@ -53,6 +53,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/job.py
 	$(BIN)/python benchmarks/jax_pipelines.py
+	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/traces.py
 	$(BIN)/python benchmarks/published.py
 

@@ -1,4 +1,4 @@
-"""Pipelines of jax programs: a train step written for one device, run over meshes of devices.
+"""Pipelines of jax programs: a step written for one device, run over meshes of devices.
 
 After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark the step;
 `parallelize` makes the pipeline. In the order in which a step passes through them:

@@ -64,7 +64,7 @@ def compare_step(
         truth, precision = _most_precise(train_step, arguments, own, precision)
     rounded = own(values)
     expected = rounded if truth is own else truth(values)
-    if not np.isfinite(_numbers(expected[0])):
+    if program.step.trains and not np.isfinite(_numbers(expected[0])):
         raise PipeshardError(
             f"the loss of this batch is {expected[0]} on one device too: there is nothing to "
             "compare"
@@ -95,6 +95,8 @@ def compare_step(
         if got.dtype != types[i]:
             numbers = np.where(np.isnan(exact), 0.0, np.nan)
         found.add(name, numbers, exact, eps * np.abs(exact), again=again(i), unset=True)
+    if not program.step.trains:
+        rule = rule.replace("flush", "evaluation")
     return found.verdict(rule, precision)
 
 
@@ -126,7 +128,7 @@ def _reference(
     loss, names = redraw(step.loss, piece.loss, partial(draw_in_pieces, program.microbatches))
     if not names:
         return WHOLE, _as_written(step)
-    gradient = jax.jit(gradient_of(loss))
+    gradient = jax.jit(gradient_of(loss, trains=step.trains))
     # Parameters come first among the inputs of the loss, as they do in `gradient_of`.
     positions = [step.arguments.index(v) for v in step.parameters.values()]
 
@@ -139,16 +141,16 @@ def _reference(
 
 def _names(program: Program) -> list[str]:
     """Names of [loss, *aux, *gradients]."""
-    names = program.step.result_names
-    for argument in program.step.parameters.values():
-        names.append(f"the gradient of {program.paths[argument]}")
-    return names
+    step = program.step
+    trained = [program.paths[step.parameters[p]] for p in step.gradients]
+    return [*step.result_names, *(f"the gradient of {path}" for path in trained)]
 
 
 def _as_written(step: TracedStep) -> Callable[[Arrays], Arrays]:
     """[loss, *aux, *gradients] of the batch, by jax.value_and_grad of the loss as written."""
-    equations = needed(step.whole.equations, step.gradient)  # up to the marked one
-    run = jax.jit(replace(step.whole, outputs=step.gradient, equations=equations).run)
+    results = step.gradient if step.trains else step.whole.outputs
+    equations = needed(step.whole.equations, results)  # up to the marked one
+    run = jax.jit(replace(step.whole, outputs=results, equations=equations).run)
     return lambda values: run(*values)
 
 

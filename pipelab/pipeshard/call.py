@@ -128,8 +128,10 @@ def _in_one_thread(
 
 def _jobs(program: Program, known: dict[int, Values], pieces: dict[Var, Arrays]) -> list[MeshJob]:
     """A job for each row of this process."""
-    share = share_of(program.combine, program.microbatches)
-    seed = np.asarray(share, dtype_of(program.loss.outputs[0]))
+    seed = None
+    if program.step.trains:
+        share = share_of(program.combine, program.microbatches)
+        seed = np.asarray(share, dtype_of(program.loss.outputs[0]))
     jobs, kind = [], MeshDevice if program.connect else WatchedMesh
     for row in program.rows:
         device = kind(program.meshes[row], partial(program.place, row), program.numbers)

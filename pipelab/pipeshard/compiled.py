@@ -10,6 +10,7 @@ from pipelab.jax.jaxpr import Arrays, Graph, spec_of
 from pipelab.jax.passes import (
     Compiled,
     Groups,
+    Passes,
     Specs,
     bytes_on_mesh,
     compile_passes,
@@ -30,6 +31,7 @@ class CompiledStage(Compiled):
     graph     its equations
     own       what is there with or without a backward: parameters, constants, data
     later     what later stages read of earlier ones
+    trains    whether it has a backward
     all_reduced  why its gradients are reduced in every micro-batch, if they are, not once a batch
     tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
@@ -47,6 +49,7 @@ class CompiledStage(Compiled):
         options: Mapping[str, Any] | None = None,
         layers: Sequence[Sequence[int]] = (),
         shard: Shard | str = "",
+        traced: Passes | None = None,
     ) -> None:
         """Stage `s` of these.
 
@@ -56,6 +59,7 @@ class CompiledStage(Compiled):
         options  for the compiler
         layers   of all stages
         shard    the loss of one device's samples, or why there is none
+        traced   its passes, if they have been traced before
         """
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
@@ -63,7 +67,7 @@ class CompiledStage(Compiled):
         self.later = {v: None for of in after for v in (*of.inputs, *of.aux_inputs)}
         # [2] Its passes. What they hand on lies where the plan says.
         shapes = Groups(*(specs(vs, place) for vs in graph.groups))
-        traced = passes(graph.run, shapes)
+        traced = traced or passes(graph.run, shapes)
         sent = [place(v) for v in (*graph.outputs, *graph.aux_outputs)]
         self.all_reduced, pullback = "", None
         if shard and graph.parameters:
@@ -80,7 +84,9 @@ class CompiledStage(Compiled):
         own = {i for i, v in enumerate(graph.arguments) if v in self.own}
         kept = zip(self.kept, self.kept_shapes, strict=True)
         self.bytes = sum(bytes_on_mesh(x) for i, x in kept if i not in own)
-        self.parameter_bytes = sum(map(bytes_on_mesh, shapes.parameters))
+        self.trains = not {Kind.B, Kind.I}.isdisjoint(kinds)
+        weights = shapes.parameters if self.trains else shapes.fixed
+        self.parameter_bytes = sum(map(bytes_on_mesh, weights))
         # [4] The update.
         self.tasks = [CompiledTask(task, place) for task in tasks if task.stage == s]
         read = {v for task in self.tasks for v in task.inputs}

@@ -91,6 +91,19 @@ class StageGraph:
         outputs = [*self.outputs, *self.aux_outputs, *self.results.values()]
         return Graph(self.arguments, outputs, self.equations)
 
+    @property
+    def forward_only(self) -> "StageGraph":
+        """The same without gradients."""
+        return replace(
+            self,
+            parameters=[],
+            fixed=self.steady,
+            inputs=[],
+            aux_inputs=[*self.inputs, *self.aux_inputs],
+            outputs=[],
+            aux_outputs=[*self.outputs, *self.aux_outputs],
+        )
+
     def run(self, *groups: Any) -> tuple[Arrays, Arrays]:
         """Arrays of the groups -> those of the outputs, and of all else that it makes."""
         made = self.whole.run(*chain(*groups))
@@ -142,17 +155,18 @@ def cut(
     parameters: Variables,
     batch: Variables,
     stages: Sequence[Sequence[int]],
+    trains: bool = True,
 ) -> list[StageGraph]:
     """Cut the loss into stages of these layers; of the batch is the number of the micro-batch, too.
 
-    Raises PipeshardError for a stage that has nothing to do.
+    It has a gradient if it `trains`. Raises PipeshardError for a stage that has nothing to do.
     """
     # [1] Every equation with the stage that computes it.
     active = loss.depending(parameters)
     placed = _place(loss, parameters, batch, active, stages)
     maker = {v: home for eqn, home in placed if home is not None for v in eqn.outvars}
     last = len(stages) - 1
-    results = _results(loss, maker, last)
+    results = _results(loss, maker, last, trains)
     # [2] From the last stage to the first, since what a stage has to send is known only when all
     #     later ones have said what they need:
     #
@@ -178,7 +192,7 @@ def cut(
             crossing[maker[v]][v] = None
         inputs, aux_inputs = _by_gradient(received, active)
         outputs, aux_outputs = _by_gradient(crossing[s], active)
-        if s == last:
+        if s == last and trains:
             # The loss is sent to nobody, and still where the backward starts.
             outputs += variables(loss.outputs[:1])
         graphs.append(
@@ -197,13 +211,13 @@ def cut(
     return graphs[::-1]
 
 
-def _results(loss: Graph, maker: dict[Var, int], last: int) -> list[dict[int, Atom]]:
+def _results(loss: Graph, maker: dict[Var, int], last: int, trains: bool) -> list[dict[int, Atom]]:
     """Per stage, position -> result of the loss: the last stage has what no other computes."""
     results: list[dict[int, Atom]] = [{} for _ in range(last + 1)]
     for i, atom in enumerate(loss.outputs):
         home = maker.get(atom, last) if isinstance(atom, Var) else last
         results[home][i] = atom
-    if 0 not in results[last]:
+    if trains and 0 not in results[last]:
         raise PipeshardError(
             f"the loss is complete before stage {last}, whose layers it does not need: "
             "move the boundaries"

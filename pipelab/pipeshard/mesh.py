@@ -70,7 +70,7 @@ class MeshStage(Stage):
     names      of parameters' gradients in the update
     known      on its mesh: variable -> array of an argument; the update adds what it makes
     pieces     leaf of the batch -> its part in each micro-batch
-    seed       the gradient of a micro-batch's loss
+    seed       the gradient of a micro-batch's loss, if the step takes one
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class MeshStage(Stage):
         device.uses.update((*self.graph.inputs, *self.graph.aux_inputs, *self.graph.outputs))
         # All at once: half the time of one by one.
         self._data = {v: jax.device_put(pieces[v], device.place(v)) for v in self.graph.data}
-        self._seed = None if compiled.later else device.moved(self.graph.outputs[0], seed)
+        starts = compiled.trains and not compiled.later
+        self._seed = device.moved(self.graph.outputs[0], seed) if starts else None
         self.backwards = Backwards(device, id(self))
         self.results: dict[int, dict[int, Any]] = {}  # micro-batch -> number of a result -> array
         self.losses: dict[int, Any] = {}  # they are among the results
@@ -106,7 +107,8 @@ class MeshStage(Stage):
         arguments = [values[v] for v in graph.arguments]
         made = self.device.wait(compiled.forward(*arguments))
         own = [values[v] for v in compiled.own]
-        self.backwards.keep(microbatch, compiled, arguments, made, own)
+        if compiled.trains:
+            self.backwards.keep(microbatch, compiled, arguments, made, own)
         values.update(zip(graph.made, made, strict=False))
         self.results[microbatch] = {i: values[i] for i in graph.results}
         # [3] Hand on what later stages read.
@@ -171,8 +173,8 @@ class MeshStage(Stage):
         return {}
 
     def held(self) -> Bytes:
-        weights = self.compiled.parameter_bytes
-        return Bytes(weights, 0, weights, self.compiled.optimizer_bytes)
+        weights, trains = self.compiled.parameter_bytes, self.compiled.trains
+        return Bytes(weights, 0, weights if trains else 0, self.compiled.optimizer_bytes)
 
 
 @dataclass(kw_only=True)

@@ -1,9 +1,10 @@
 """The method that a user asks for, and its plan: stages of layers, each on a mesh of devices."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
@@ -11,12 +12,14 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
-from pipelab.jax.jaxpr import Graph, Variables
+from pipelab.jax.jaxpr import Graph, Variables, variables
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
+from pipelab.runtime.bar import Bar
 from pipelab.schedules import make
 from pipelab.table.action import Reads
 from pipelab.table.schedule import Schedule
+from pipelab.table.transform import forward_only
 from pipelab.table.validate import validate
 
 AXES = ("data", "model")
@@ -39,13 +42,6 @@ ALPAS = {
     "submesh_logical_shapes": "ManualStages(meshes=...), shapes (data, model)",
     "submesh_autosharding_option_dicts": "ManualStages(sharding=...)",
 }
-
-
-FORWARD_ONLY = (
-    "a step without a gradient is not supported yet: jit it on weights that are together "
-    "(jax.device_put(weights, device)), or evaluate a model in stages by "
-    'pipelab.evaluate(..., backend="jax")'
-)
 
 
 class Keywords:
@@ -79,6 +75,49 @@ class ManualStages(Keywords):
 
 
 @dataclass(frozen=True)
+class FollowedStages(ManualStages):
+    """The stages of another step with the same state, which stays where that step has it.
+
+    homes  path of an argument of that step -> its shape, and the first stage that reads it
+    """
+
+    fewest: ClassVar[int] = 1
+    homes: Mapping[str, tuple[Shape, int]] = field(default_factory=dict)
+
+    def path_of(self, path: str, shape: Shape) -> str:
+        """The path that an argument has in that step, which may take the state as a whole."""
+        if path in self.homes:
+            return path
+        return owner_of(path, shape, {each: of[0] for each, of in self.homes.items()}) or path
+
+    def starts(
+        self, paths: Mapping[Var, str], loss: Graph, parameters: Variables, batch: Variables
+    ) -> list[int]:
+        """`Layers`: a stage begins where the batch first meets what lies there.
+
+        paths  of the arguments that are not the batch
+        """
+        named = {v: self.path_of(path, shape_of(v)) for v, path in paths.items()}
+        homes = {v: self.homes[path][1] for v, path in named.items() if path in self.homes}
+        varying, found = loss.depending(batch), [0]
+        starts = []
+        for i, eqn in enumerate(loss.equations):
+            reads = variables(eqn.invars)
+            home = max((homes[v] for v in reads if v in homes), default=0)
+            if varying.isdisjoint(reads):  # a cast of a parameter lies where that does
+                homes.update(dict.fromkeys(eqn.outvars, home))
+            elif home > found[-1]:
+                found.append(home)
+                starts.append(i)
+        if missing := {*range(len(self.layers))} - {*found}:
+            raise PipeshardError(
+                f"the step reads no parameters of stage {min(missing)}, which it follows: give it "
+                "stages of its own, such as ManualStages(...)"
+            )
+        return starts
+
+
+@dataclass(frozen=True)
 class StageProblem:
     """A train step as a planner of stages sees it.
 
@@ -90,7 +129,9 @@ class StageProblem:
     paths       of the arguments
     samples     of a micro-batch
     layers      how many there are
+    trains      whether the step takes a gradient
     method      schedule, micro-batches, devices
+    bar         that shows what is done
     shard       number of devices that share a micro-batch -> the loss of one's samples, an
                 `unreduced.Shard`; or why there is none, "" where it would save nothing
     """
@@ -103,7 +144,9 @@ class StageProblem:
     paths: dict[Var, str]
     samples: int
     layers: int
+    trains: bool
     method: "Pipeshard"
+    bar: Bar
     shard: Callable[[int], Any]
 
 
@@ -136,15 +179,20 @@ class Pipeshard(Keywords):
     layers        "manual": where `mark_pipeline_boundary` says; or a function that finds them,
                   such as `auto.AutoLayers(8)`: marks are ignored then
     stages        "uniform": every layer a stage; a number of stages, of equally many layers each;
-                  `ManualStages`; "auto", or `auto.AutoStages(...)`: the fastest that fit the
+                  `ManualStages`; those of another step (`Parallelized.stages`), whose state
+                  stays where it is; "auto", or `auto.AutoStages(...)`: the fastest that fit the
                   devices' memory. The devices are shared out equally unless it says otherwise
-    schedule      a schedule that flushes: its name, or a table of one batch
+    schedule      a schedule that flushes: its name, or a table of one batch. A step without a
+                  gradient runs its forwards alone
     virtual       stages per mesh, for a schedule that leaves it open (interleaved)
     devices       jax devices to use, or how many of jax.devices(); default: all
     reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum".
                   Default: read off the loss, and an error where it is neither; naming one says that
                   micro-batches are what you want to train on. A masked mean is neither: return its
                   sum and its weight, value_and_grad(loss, weighted=True)
+
+    progress      whether to show a bar while it traces, plans and compiles; default: in a terminal
+                  or a notebook
 
     Where what is drawn at random grows with the batch (a dropout mask), every micro-batch draws
     numbers of its own: its own number is folded into the key. What does not grow is drawn as it is
@@ -161,6 +209,7 @@ class Pipeshard(Keywords):
     virtual: int = 1
     devices: Sequence[Any] | int | None = None
     reduce: Literal["mean", "sum"] | None = None
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         named = self.stages in ("uniform", "auto")
@@ -168,12 +217,12 @@ class Pipeshard(Keywords):
         planned = isinstance(self.stages, (ManualStages, Planner))
         marks = "'manual', and mark_pipeline_boundary() between layers, or auto.AutoLayers(n)"
         stages = "'uniform', a number of at least 2, 'auto', or ManualStages(...)"
-        trains = f"one that trains, such as 'gpipe'; {FORWARD_ONLY}"
+        forwards = "a schedule that trains, such as 'gpipe', whose forwards evaluate"
         self._require("microbatches", self.microbatches >= 1, "at least 1")
         self._require("virtual", self.virtual >= 1, "at least 1")
         self._require("layers", self.layers == "manual" or callable(self.layers), marks)
         self._require("stages", named or counted or planned, stages)
-        self._require("schedule", self.schedule != "inference", trains)
+        self._require("schedule", self.schedule != "inference", forwards)
         self._require("reduce", self.reduce in (None, "mean", "sum"), "'mean' or 'sum'")
 
     def _require(self, name: str, fits: bool, remedy: str) -> None:
@@ -196,8 +245,8 @@ class Pipeshard(Keywords):
         ends = np.cumsum([0, *uniform(layers, count)]).tolist()
         return [list(range(a, b)) for a, b in pairwise(ends)]
 
-    def table_for(self, stages: int) -> Schedule:
-        """The schedule for this number of stages.
+    def table_for(self, stages: int, trains: bool = True) -> Schedule:
+        """The schedule for this number of stages; its forwards alone, for a step without gradient.
 
         Raises PipeshardError where it does not fit or has no flush.
         """
@@ -212,8 +261,13 @@ class Pipeshard(Keywords):
                 )
             table = make(table, stages // each, self.microbatches, virtual=self.virtual)
         validate(table)
-        if not table.training:
-            raise PipeshardError(f"schedule {table.name!r} has forwards alone, and {FORWARD_ONLY}")
+        if not trains:
+            table = forward_only(table)
+        elif not table.training:
+            raise PipeshardError(
+                f"schedule {table.name!r} has forwards alone, and the step takes a gradient: use "
+                "one that trains, such as 'gpipe'"
+            )
         if table.asynchronous or table.reads is not Reads.LATEST:
             raise PipeshardError(
                 f"schedule {table.name!r} has no flush: use one that does, such as gpipe or "
@@ -378,6 +432,23 @@ class Plan:
             if stage.all_reduced
         ]
         return "\n".join([as_table(rows), *whole, *each])
+
+
+def owner_of(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
+    """The parameter of this shape whose path ends as this one does, for as long as possible.
+
+    .opt_state[0].mu['Dense_0']['kernel']      .params['Dense_0']['kernel']
+    """
+
+    def alike(other: str) -> int:
+        keys = (re.findall(r"\[[^\]]*\]|\.\w+", of)[::-1] for of in (path, other))
+        pairs = zip(*keys, strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    # Two parameters of one shape are told apart by their paths alone.
+    same = (p for p, other in parameters.items() if other == shape)
+    best = max(same, key=alike, default=None)
+    return best if best is not None and (alike(best) or best == path) else None
 
 
 def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:

@@ -19,8 +19,8 @@ from pipelab.pipeshard.agreement import compare_step
 from pipelab.pipeshard.arrays import NO_MESH, PipeshardError, settings
 from pipelab.pipeshard.call import Call, run_call
 from pipelab.pipeshard.hosts import Hosts
-from pipelab.pipeshard.method import Pipeshard, Plan
-from pipelab.pipeshard.program import Program, program_of
+from pipelab.pipeshard.method import FollowedStages, Pipeshard, Plan
+from pipelab.pipeshard.program import Program, followed, program_of
 from pipelab.pipeshard.tracing import Arguments, flatten
 from pipelab.predict.memory import Memory
 from pipelab.predict.timeline import Timeline
@@ -44,7 +44,8 @@ def parallelize(
                     takes one gradient, by `pipelab.pipeshard.grad` or `value_and_grad`, of a loss
                     that marks its layers' boundaries. It may be jitted, and use flax (linen, or nnx
                     by split and merge), optax, or neither. Without one, this is a decorator:
-                    `@parallelize(method=Pipeshard(4))`
+                    `@parallelize(method=Pipeshard(4))`. Without a gradient it evaluates, the
+                    forwards alone: (state, batch) -> (logits, loss). See `Parallelized.stages`
     method          how to cut it, place it, and order it
     batch_argnums   which arguments are batches: every array in them has the samples along
                     dimension 0
@@ -59,8 +60,10 @@ def parallelize(
     mask does: every micro-batch draws its own (see `Pipeshard`).
 
     Results stay where they are made: each stage's part of the state on its own devices, ready for
-    the next call. `jax.device_put(state, device)` brings them together, `jax.device_get` to the
-    host; `plan.stages[1].parameters` names the arrays of stage 1, by their paths in the state.
+    the next call. `plan.stages[1].parameters` names the arrays of stage 1, by their paths in the
+    state. Other functions of jax want their arguments on the same devices: jax.jit(f)(state) raises
+    "Received incompatible devices for jitted computation". `jax.device_put(state, device)` brings a
+    state together on one device, and `fetch` on the host.
 
     Inside a stage, `jax.lax.with_sharding_constraint` may name the axes of its mesh, "data" and
     "model": `PartitionSpec("data", "model")`. Without it, XLA decides.
@@ -125,7 +128,7 @@ def _explained() -> Iterator[None]:
 
 
 class Parallelized:
-    """A train step that runs as a pipeline; called as the step is, with the same results.
+    """A step that runs as a pipeline; called as the step is, with the same results.
 
     Arguments are passed by position; options of the step are bound by functools.partial.
 
@@ -162,11 +165,11 @@ class Parallelized:
         self._programs: dict[Any, Program] = {}
         self.timeout = timeout
         self._processes: Hosts | None = None  # as soon as they are connected
-        self._plan: Plan | None = None  # of the last call
+        self._last: Program | None = None  # of the last call
         self._records: list[Record] = []  # what it measured
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """One train step.
+        """One step.
 
         Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
         """
@@ -175,7 +178,7 @@ class Parallelized:
             return self._run(arguments)[1].results
 
     def fetch(self, tree: Any) -> Any:
-        """The arrays of a tree as numpy arrays, whole.
+        """The arrays of a tree, such as a state on several meshes, as numpy arrays, whole.
 
         In one process that is jax.device_get; in several it is for all of them to call.
         """
@@ -192,9 +195,9 @@ class Parallelized:
         """
         arguments = self._flat(args, options)
         with self._together():
-            self._plan = self._program(arguments).plan
+            self._last = self._program(arguments)
         self._records = []
-        return self._plan
+        return self.plan
 
     def compare(self, *args: Any, tolerance: float | None = None, **options: Any) -> Check:
         """Run one step and compare it with the same step on one device.
@@ -227,10 +230,31 @@ class Parallelized:
     @property
     def plan(self) -> Plan:
         """The plan of the last call: what each stage holds."""
-        if self._plan is None:
+        return self._program_run.plan
+
+    @property
+    def stages(self) -> FollowedStages:
+        """The stages of the last call, for another step with the same state.
+
+        A step that evaluates reads the state where training has it, and copies none of it, if it
+        has the same stages: pass the same method, or, where these were found, those of training:
+
+            train = parallelize(train_step, method)
+            state, loss = train(state, batch)
+            evaluate = parallelize(eval_step, replace(method, stages=train.stages))
+            logits = evaluate(state, batch)
+
+        Results of samples are joined, means averaged, and sums added up, as for what a loss returns
+        beside its value.
+        """
+        return followed(self._program_run)
+
+    @property
+    def _program_run(self) -> Program:
+        if self._last is None:
             name = getattr(self.train_step, "__name__", "the step")
             raise PipeshardError(f"{name} has not run yet: call it, or compile it")
-        return self._plan
+        return self._last
 
     @property
     def schedule(self) -> Any:
@@ -287,7 +311,7 @@ class Parallelized:
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:
         program = self._program(arguments)
         call = run_call(program, arguments)
-        self._plan, self._records = program.plan, call.records
+        self._last, self._records = program, call.records
         return program, call
 
     def _program(self, arguments: Arguments) -> Program:

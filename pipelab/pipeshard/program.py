@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Var
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.jax.host import digest, of_program, of_trees
 from pipelab.jax.jaxpr import Graph, spec_of, variables
@@ -22,11 +22,21 @@ from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, count_layers, cut, mark
 from pipelab.pipeshard.end_of_step import EndOfStep
 from pipelab.pipeshard.hosts import Hosts, processes_of
-from pipelab.pipeshard.method import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
+from pipelab.pipeshard.method import (
+    FollowedStages,
+    Pipeshard,
+    Plan,
+    Planner,
+    Shape,
+    StagePlan,
+    StageProblem,
+    over_samples,
+)
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_piece
 from pipelab.pipeshard.unreduced import Shard, shard_of
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.predict.simulate import simulate
+from pipelab.runtime.bar import Bar
 from pipelab.table.action import Action
 from pipelab.table.schedule import Schedule
 
@@ -42,10 +52,13 @@ def program_of(
 
     `connect` to the other processes, if the meshes are those of several.
     """
-    traced = trace_microbatch(train_step, method, arguments)
-    divided = divide(traced, method)
-    placed = place(divided, arguments, donate_argnums, connect)
-    return compile_stages(placed)
+    with Bar("tracing", 1, shown=method.progress) as bar:
+        bar.step(0)
+        traced = trace_microbatch(train_step, method, arguments)
+        bar.step()
+        divided = divide(traced, method, bar)
+        placed = place(divided, arguments, donate_argnums, connect)
+        return compile_stages(placed, bar)
 
 
 # ---- traced
@@ -108,7 +121,7 @@ def trace_microbatch(train_step: Callable, method: Pipeshard, arguments: Argumen
             axes[v] = axes[old]
 
     def of_one(devices: int, loss: Graph) -> Shard | str:
-        if min(devices, m) == 1:
+        if min(devices, m) == 1 or not step.trains:
             return ""
         try:
             return shard_of(train_step, arguments, loss, whole.loss, samples, devices)
@@ -152,12 +165,19 @@ class Divided(Traced):
     auto: Any
 
 
-def divide(traced: Traced, method: Pipeshard) -> Divided:
+def divide(traced: Traced, method: Pipeshard, bar: Bar) -> Divided:
     parameters, loss = traced.step.parameters, traced.loss
-    if callable(method.layers):
-        loss = mark(loss, method.layers, list(parameters), traced.batch)
+    find, count = method.layers, 0
+    if isinstance(method.stages, FollowedStages):
+        count = len(method.stages.layers)
+        named = {v: parameters.get(v, v) for v in (*parameters, *traced.state)}
+        find = partial(method.stages.starts, {v: traced.paths[a] for v, a in named.items()})
+    if callable(find):
+        bar.phase("layers")
+        loss = mark(loss, find, list(parameters), traced.batch)
+        bar.step()
     shard = cache(lambda devices: traced.of_one(devices, loss))
-    count, auto = count_layers(loss), None
+    count, auto = count or count_layers(loss), None
     if isinstance(method.stages, Planner):
         problem = StageProblem(
             loss=loss,
@@ -168,13 +188,16 @@ def divide(traced: Traced, method: Pipeshard) -> Divided:
             paths=traced.paths,
             samples=traced.samples,
             layers=count,
+            trains=traced.step.trains,
             method=method,
+            bar=bar,
             shard=shard,
         )
         auto = method.stages.choose(problem)
         method = replace(method, stages=auto)
     layers = method.stages_of(count)
-    schedule = method.table_for(len(layers))
+    trains = traced.step.trains
+    schedule = method.table_for(len(layers), trains)
     meshes = method.meshes_of(schedule.devices)
     for mesh in meshes:
         if traced.samples % mesh.shape["data"]:
@@ -183,16 +206,33 @@ def divide(traced: Traced, method: Pipeshard) -> Divided:
                 f"{mesh.shape['data']} devices: change the batch or microbatches, or give that "
                 "mesh another shape (data, model)"
             )
+    graphs = cut(loss, list(parameters), traced.batch, layers, trains)
     return Divided(
         **vars(traced) | {"loss": loss},
         layers=layers,
         shard=shard,
-        graphs=cut(loss, list(parameters), traced.batch, layers),
+        graphs=graphs if trains else [graph.forward_only for graph in graphs],
         schedule=schedule,
         meshes=meshes,
         shardings=method.shardings_of(schedule.devices),
         auto=auto,
     )
+
+
+def followed(program: "Program") -> FollowedStages:
+    """The stages of a program, for another step with the same state."""
+    homes: dict[str, tuple[Shape, int]] = {}
+    for s, graph in enumerate(program.graphs):
+        for v in graph.steady:
+            if path := program.paths.get(program.step.parameters.get(v, v)):
+                homes.setdefault(path, (shape_of(v), s))
+    rows = [mesh.devices for mesh in program.meshes]
+    bare = FollowedStages([[s] for s in range(len(program.graphs))], rows, homes=homes)
+
+    def sharding(row: int, path: str, shape: Shape) -> PartitionSpec:
+        return program.shardings[row](bare.path_of(path, shape), shape)
+
+    return replace(bare, sharding=[partial(sharding, row) for row in range(len(rows))])
 
 
 # ---- placed
@@ -252,7 +292,9 @@ class Placed(Divided):
         return {
             "the plan (Pipeshard)": digest(plan),
             "the shape of the arguments": digest(*self.paths.values(), *loss, *update),
-            "the loss": of_program(gradient_of(self.loss), loss[:count], loss[count:]),
+            "the loss": of_program(
+                gradient_of(self.loss, trains=self.step.trains), loss[:count], loss[count:]
+            ),
             "the update": of_program(self.step.update.run, *update),
         }
 
@@ -270,7 +312,7 @@ def place(
         **next_values,
         **{v: v for v in divided.state},
         **step.parameters,
-        **{step.gradients[p]: argument for p, argument in step.parameters.items()},
+        **{gradient: step.parameters[p] for p, gradient in step.gradients.items()},
     }
     # [2] The update's parts.
     trees = jax.tree.unflatten(arguments.tree, step.arguments)
@@ -315,7 +357,7 @@ def _next_values(traced: Traced) -> dict[Var, Var]:
 
     That is known if the step returns its state in one piece, in the order in which it takes it.
     """
-    results = traced.step.update.outputs
+    results = traced.step.update.outputs if traced.step.trains else []
     # The loss may stand before the state, or behind it.
     for i in range(len(results)):
         pairs = list(zip(traced.state, results[i:], strict=False))
@@ -414,15 +456,18 @@ class Program(Placed):
         return processes
 
 
-def compile_stages(placed: Placed) -> Program:
+def compile_stages(placed: Placed, bar: Bar) -> Program:
     # [1] Before compiling, which takes longest: other programs are found out in a second.
     if placed.connect:
         placed.connect().agree(lambda: placed.digests, "a step")
     # [2] The stages of this process.
     kinds = {action.kind for row in placed.schedule.rows for action in row}
     others = {*placed.state} - {*placed.step.parameters.values()}
-    stages = {
-        s: CompiledStage(
+    mine = [(s, row) for s, row in enumerate(placed.schedule.placement) if row in placed.rows]
+    bar.phase("compiling", len(mine))
+    stages = {}
+    for s, row in mine:
+        stages[s] = CompiledStage(
             placed.graphs,
             s,
             partial(placed.place, row),
@@ -432,9 +477,7 @@ def compile_stages(placed: Placed) -> Program:
             layers=placed.layers,
             shard=placed.shard(placed.meshes[row].shape["data"]),
         )
-        for s, row in enumerate(placed.schedule.placement)
-        if row in placed.rows
-    }
+        bar.step()
     # [3] What all stages hold.
     kept: Mapping[int, int] = {s: stage.bytes for s, stage in stages.items()}
     if placed.connect:
@@ -447,7 +490,10 @@ def compile_stages(placed: Placed) -> Program:
 def _stage_plan(placed: Placed, s: int, stage: CompiledStage | None, kept: int) -> StagePlan:
     graph, row = placed.graphs[s], placed.schedule.placement[s]
     devices = placed.meshes[row].devices
-    paths = [placed.paths[placed.step.parameters[p]] for p in graph.parameters]
+    arguments = {p: placed.step.parameters.get(p, p) for p in graph.steady}
+    held = graph.parameters if placed.step.trains else graph.fixed
+    held = [p for p in held if arguments[p] in placed.paths]  # others are constants
+    paths = [placed.paths[arguments[p]] for p in held]
     unsplit = stage.unsplit if stage else ()
     sent = [*graph.outputs, *graph.aux_outputs] if s < len(placed.graphs) - 1 else []
     return StagePlan(
@@ -455,8 +501,8 @@ def _stage_plan(placed: Placed, s: int, stage: CompiledStage | None, kept: int) 
         device=row,
         mesh=devices.shape,
         devices=tuple(devices.flat),
-        parameters=dict(zip(paths, map(shape_of, graph.parameters), strict=True)),
-        parameter_bytes=sum(map(bytes_of, graph.parameters)),
+        parameters=dict(zip(paths, map(shape_of, held), strict=True)),
+        parameter_bytes=sum(map(bytes_of, held)),
         activation_bytes=kept,
         sent_bytes=sum(map(bytes_of, sent)),
         unsplit={path: why for path, why in zip(paths, unsplit, strict=False) if why},

@@ -24,11 +24,12 @@ from pipelab.jax.jaxpr import (
     place_of,
     place_of_error,
     spec_of,
+    substitute,
     variables,
 )
-from pipelab.pipeshard.arrays import PipeshardError, is_array, on_mesh
+from pipelab.pipeshard.arrays import PipeshardError, is_array, is_inexact, on_mesh
 from pipelab.pipeshard.marker import grad_p
-from pipelab.pipeshard.method import AXES, FORWARD_ONLY
+from pipelab.pipeshard.method import AXES
 
 # Where a step is traced: its sharding constraints may name the axes of a stage's mesh.
 ONE_DEVICE = AbstractMesh((1, 1), AXES)
@@ -134,20 +135,23 @@ def _samples_of(name: str | int, value: Any) -> int:
 
 @dataclass
 class TracedStep:
-    """A traced train step.
+    """A traced train step, or one that takes no gradient: its loss is then all that it computes.
 
     arguments     one variable per leaf of the arguments
     batch         those of the batch
     loss          its equations -> [loss, *aux]; its inputs are `parameters` and arguments
     parameters    what the loss is differentiated by -> the argument that it is. Variables of their
-                  own, since a loss may also read an argument without being differentiated by it
+                  own, since a loss may also read an argument without being differentiated by it.
+                  Without a gradient, all that could be a parameter
     weights       how many of [*aux], from the first, the weight of the loss is made of
     gradient      the marked equation's results: [loss, *aux, *gradients], inputs of `update` beside
                   the arguments
     update        the other equations -> the step's results
     donated       arguments that the step, jitted, donates
     results       the tree of the step's results
-    whole         the step as it was traced, with the marked equation
+    whole         the step as it was traced, with the marked equation; without one, as far as it
+                  makes `gradient`
+    trains        whether it takes a gradient
     """
 
     arguments: Variables
@@ -160,17 +164,23 @@ class TracedStep:
     donated: Variables
     results: Any
     whole: Graph
+    trains: bool = True
 
     @property
     def gradients(self) -> dict[Var, Var]:
         """Parameter -> its gradient."""
+        if not self.trains:
+            return {}
         return dict(zip(self.parameters, self.gradient[len(self.loss.outputs) :], strict=True))
 
     @property
     def result_names(self) -> list[str]:
-        """Of [loss, *aux]."""
+        """Of [loss, *aux], or of what is computed without a gradient."""
+        if not self.trains:
+            return [f"result {i}" for i in range(len(self.loss.outputs))]
         others = range(len(self.loss.outputs) - 1 - self.weights)
-        return ["the loss", *[WEIGHT] * self.weights, *(f"auxiliary result {i}" for i in others)]
+        aux = (f"auxiliary result {i} of the loss" for i in others)
+        return ["the loss", *[WEIGHT] * self.weights, *aux]
 
 
 def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
@@ -178,6 +188,8 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
 
         state, batch --> loss --> loss, aux, gradients --> update --> new state
                       (the marked equation's own)       (what is left)
+
+    Without a gradient all of it is the loss.
 
     Raises PipeshardError where it is not what a pipeline needs, or works on the batch but not on so
     many samples.
@@ -197,6 +209,8 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     batch = [whole.inputs[i] for i in arguments.batch]
     # [2] The marked equation holds the loss.
     marked = _find_gradient(whole.equations)
+    if marked is None:
+        return _forward_only(whole, batch, _donated(whole, closed), jax.tree.structure(shapes))
     loss, parameters = _loss_of(whole, marked, batch)
     # [3] What the results need beside it is the update.
     others = [eqn for eqn in whole.equations if eqn is not marked]
@@ -215,7 +229,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
         weights=marked.params["weights"],
         gradient=marked.outvars,
         update=update,
-        donated=[whole.inputs[i] for i in _donated(closed)],
+        donated=_donated(whole, closed),
         results=jax.tree.structure(shapes),
         whole=whole,
     )
@@ -287,14 +301,15 @@ def traced(fun: Callable, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
         return make(*arguments)
 
 
-def _donated(closed: ClosedJaxpr) -> list[int]:
-    """Which arguments are donated by a step that is nothing but a call of a jitted function."""
+def _donated(whole: Graph, closed: ClosedJaxpr) -> Variables:
+    """The arguments donated by a step that is nothing but a call of a jitted function."""
     if len(closed.jaxpr.eqns) != 1:
         return []
     call = closed.jaxpr.eqns[0]
     donates = call.params.get("donated_invars", ())  # per operand; only jitted functions have it
     given = [v for v, donated in zip(call.invars, donates, strict=False) if donated]
-    return [i for i, v in enumerate(closed.jaxpr.invars) if v in given]
+    pairs = zip(whole.inputs, closed.jaxpr.invars, strict=True)
+    return [argument for argument, v in pairs if v in given]
 
 
 def trace_piece(
@@ -311,14 +326,14 @@ def trace_piece(
     return replace(piece, gradient=whole.gradient, update=update, results=whole.results)
 
 
-def _find_gradient(equations: Equations) -> JaxprEqn:
+def _find_gradient(equations: Equations) -> JaxprEqn | None:
     found = [eqn for eqn in equations if contains(eqn, [grad_p.name])]
     if not found:
         # What jax's own derivatives make says so.
         stacks = (str(eqn.source_info.name_stack) for eqn in all_equations(equations))
         if any("jvp(" in stack for stack in stacks):
             raise PipeshardError(f"the train step has no marked gradient: {USE_OURS}")
-        raise PipeshardError(f"the step takes no gradient: parallelize trains, and {FORWARD_ONLY}")
+        return None
     for eqn in found:
         if eqn.primitive is not grad_p:
             raise PipeshardError(
@@ -365,6 +380,34 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
         consts={**whole.consts, **inner.consts},
     )
     return loss, parameters
+
+
+def _forward_only(whole: Graph, batch: Variables, donated: Variables, results: Any) -> TracedStep:
+    """A step without a gradient: what it computes, and an update that returns it.
+
+    An argument that it returns stays where it is.
+    """
+    state = [v for v in whole.inputs if v not in batch]
+    parameters = {Var(v.aval): v for v in state if is_inexact(v)}
+    inside: dict[Var, Any] = {argument: v for v, argument in parameters.items()}
+    made = dict.fromkeys(v for v in variables(whole.outputs) if v not in state)
+    of_batch = {v: Var(v.aval) for v in made}
+    inner = inline(replace(whole, outputs=[*made]).jaxpr, substitute(whole.inputs, inside))
+    return TracedStep(
+        arguments=whole.inputs,
+        batch=batch,
+        loss=replace(inner, inputs=[*parameters, *whole.inputs]),
+        parameters=parameters,
+        weights=0,
+        gradient=[*of_batch.values()],
+        update=Graph(
+            [*whole.inputs, *of_batch.values()], substitute(whole.outputs, {**of_batch}), []
+        ),
+        donated=donated,
+        results=results,
+        whole=replace(whole, outputs=[*made]),
+        trains=False,
+    )
 
 
 def _check_update(step: TracedStep) -> None:

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from matplotlib.colors import to_rgb
+from tqdm import std
 
 import pipelab.pipeshard
 from pipelab import make
@@ -32,13 +33,13 @@ from pipelab.pipeshard.auto import (
     AutoPlan,
     AutoStages,
     candidate,
-    planner,
     sharded,
 )
 from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
 from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.cut import mark
+from pipelab.pipeshard.method import owner_of
 from pipelab.plot import style
 from tests.conftest import examples, thorough
 from widgets import meshes
@@ -546,11 +547,16 @@ def test_planning_again_compiles_no_stage(tmp_path, monkeypatch):
         plan(tmp_path / "others")
 
 
-def test_a_bar_is_shown_when_it_is_asked_for(capsys):
-    pipeline, state, batch = planned(small(), layers=2, devices=1, progress=True)
-    pipeline.compile(state, batch)
+def test_a_bar_says_what_is_done_from_the_first_second(capsys, monkeypatch):
+    monkeypatch.setattr("tqdm.auto.tqdm", partial(std.tqdm, disable=False))
+    params, loss, batch = small()
+    step, start = step_of(loss)
+    method = Pipeshard(4, AutoLayers(2), "auto", devices=1, progress=True)
+    parallelize(step, method).compile(start(params), batch)
     out, err = capsys.readouterr()
-    assert "profiles: 100%" in err and "3/3" in err and not out
+    phases = [line.partition(":")[0].strip() for line in err.split("\r") if ":" in line]
+    order = ["tracing", "layers", "shardings", "profiles", "stages", "compiling"]
+    assert list(dict.fromkeys(phases)) == order and "6/6" in err and not out
 
 
 def test_a_compiler_without_the_quick_options_takes_longer(monkeypatch):
@@ -602,7 +608,7 @@ def test_six_devices_divide_what_they_can():
     assert shapes == {((1, n), (1, n)) for n in (1, 2, 4, 6)}
 
 
-def test_equal_blocks_are_profiled_once():
+def test_equal_blocks_are_profiled_once(monkeypatch):
     params = [normal(8, 8, seed=i) for i in range(6)]
 
     def loss(params, batch):
@@ -611,15 +617,46 @@ def test_equal_blocks_are_profiled_once():
             x = jnp.tanh(x @ w)
         return jnp.mean(x * x)
 
+    def plan(cache):
+        model = params, loss, {"x": normal(8, 8)}
+        pipeline, state, batch = planned(model, layers=6, cache=cache)
+        return pipeline.compile(state, batch).auto
+
     cache = {}
-    model = params, loss, {"x": normal(8, 8)}
-    pipeline, state, batch = planned(model, layers=6, cache=cache)
-    plan = pipeline.compile(state, batch).auto
-    assert len(plan.profiles) == 2 * 21
-    # Per mesh and per number of layers: one that begins, one inside, one that ends; and all of it.
-    assert len(cache) == 2 * (5 + 4 + 5 + 1)
-    inside = {p.layers: p.seconds for p in plan.profiles if p.submesh == (1, 1)}
+    found = plan(cache)
+    assert len(found.profiles) == 2 * 21
+    # Per mesh: the first, one inside, the last; and each of two neighbours of these.
+    assert len(cache) == 2 * (3 + 3)
+    inside = {p.layers: p.seconds for p in found.profiles if p.submesh == (1, 1)}
     assert inside[1, 2] == inside[3, 4] != inside[4, 5]
+    # Sums of neighbours are what compiling all of a run shows.
+    monkeypatch.setattr(candidate.Runs, "_key_of", lambda self, layer: layer)
+    whole = plan({})
+    assert whole.layers == found.layers
+    for a, b in zip(found.profiles, whole.profiles, strict=True):
+        assert (a.layers, a.parameter_bytes) == (b.layers, b.parameter_bytes)
+        assert a.activation_bytes == b.activation_bytes
+        assert a.seconds == pytest.approx(b.seconds, rel=0.02)
+        assert a.held_bytes == pytest.approx(b.held_bytes, rel=0.3)
+
+
+def test_equal_parts_of_layers_are_divided_alike():
+    """The blocks of a transformer; the search tries few candidates for what is around them."""
+    cache = {}
+    model = transformer(4)
+    machine = replace(TOY, memory=5e5)
+    pipeline, state, batch = planned(
+        model, layers=4, operator=True, machine=machine, cache=cache, microbatches=2
+    )
+    plan = pipeline.compile(state, batch).auto
+    divided = {}
+    for each in plan.profiles:
+        if each.logical == (1, 2) and each.layers[0] == each.layers[1]:
+            divided |= each.sharding
+    kinds = {}
+    for path, spec in divided.items():
+        kinds.setdefault(path.rpartition("[")[2], set()).add(spec)
+    assert all(len(specs) == 1 for specs in kinds.values()) and kinds
 
 
 def test_times_can_be_measured():
@@ -723,7 +760,7 @@ def test_what_cannot_be_planned():
 
 def test_state_belongs_to_the_parameter_with_the_longest_common_end():
     parameters = {".params['a']['w']": (2, 3), ".params['b']['w']": (2, 3), ".params['c']": (4,)}
-    owner = partial(planner._owner, parameters=parameters)
+    owner = partial(owner_of, parameters=parameters)
     assert owner(".opt_state[0].mu['b']['w']", (2, 3)) == ".params['b']['w']"
     assert owner(".params['a']['w']", (2, 3)) == ".params['a']['w']"
     assert owner(".opt_state[0].mu['b']['w']", (3, 2)) is None

@@ -315,7 +315,7 @@ def planned(number):
     """Each process plans alike, from the model, and no mesh is of two processes."""
     from pipelab.pipeshard.auto import AutoStages
 
-    return train(number, stages=AutoStages(progress=False))
+    return train(number, stages=AutoStages())
 
 
 OTHERS = "wiring", "parameter", "constant", "derivative", "plan", "x", "w1"

@@ -13,9 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import pairwise
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -23,17 +24,18 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.jax.host import digest
-from pipelab.jax.jaxpr import Arrays, spec_of
-from pipelab.jax.passes import Groups, bytes_on_mesh, differentiate
+from pipelab.jax.jaxpr import Arrays, contains, spec_of, variables
+from pipelab.jax.passes import Groups, Passes, bytes_on_mesh, differentiate, passes
 from pipelab.optimize.plan.machine import Machine
-from pipelab.pipeshard.arrays import PipeshardError, on_mesh, shape_of
+from pipelab.pipeshard.arrays import CONSTRAINT, PipeshardError, on_mesh, shape_of
 from pipelab.pipeshard.auto.cost_model import Cost
 from pipelab.pipeshard.auto.flops import repeats
 from pipelab.pipeshard.auto.sharded import built, in_turn, ones
-from pipelab.pipeshard.auto.sharding import over_model, search_sharding, unsharded
+from pipelab.pipeshard.auto.sharding import Choices, over_model, search_sharding, unsharded
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.method import AXES, Shape, StageProblem, over_samples
+from pipelab.table.action import Kind
 
 Cache = MutableMapping[str, Any]
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
@@ -53,12 +55,17 @@ class StageCandidate:
         parts = [range(first), range(first, last + 1), range(last + 1, problem.layers)]
         self.stages = [list(part) for part in parts if part]
         parameters = list(problem.parameters)
-        self.graphs = cut(problem.loss, parameters, problem.batch, self.stages)
+        self.graphs = cut(problem.loss, parameters, problem.batch, self.stages, problem.trains)
         self.s = 1 if first else 0
 
     @property
     def graph(self) -> StageGraph:
         return self.graphs[self.s]
+
+    @cached_property
+    def passes(self) -> Passes:
+        graph = self.graph if self.problem.trains else self.graph.forward_only
+        return passes(graph.run, Groups(*(list(map(spec_of, vs)) for vs in graph.groups)))
 
     @cached_property
     def text(self) -> str:
@@ -67,7 +74,7 @@ class StageCandidate:
         # A derivative of the user's own is in the backward alone, and another one's result beside
         # the loss in the forward alone.
         shapes = map(spec_of, (*graph.arguments, *graph.outputs))
-        passes = jax.make_jaxpr(partial(both_passes, graph))(*shapes)
+        passes = jax.make_jaxpr(partial(both_passes, graph, self.problem.trains))(*shapes)
         return re.sub(r" at 0x[0-9a-f]+", "", f"{graph.whole.jaxpr} {passes}")  # of functions
 
 
@@ -103,8 +110,22 @@ class Placed:
         each = self.candidate
         graphs = list(each.graphs)
         graphs[each.s] = self.graph
+        kinds: tuple[Kind, ...] = (Kind.B,) if each.problem.trains else (Kind.F,)
+        if not each.problem.trains:
+            graphs = [graph.forward_only for graph in graphs]
+        # The passes differ between meshes in the user's sharding constraints alone.
+        constrained = any(contains(eqn, [CONSTRAINT]) for eqn in each.graph.equations)
         shard = each.problem.shard(self.mesh.shape["data"])
-        build = partial(CompiledStage, graphs, each.s, self.place, layers=each.stages, shard=shard)
+        build = partial(
+            CompiledStage,
+            graphs,
+            each.s,
+            self.place,
+            kinds,
+            layers=each.stages,
+            shard=shard,
+            traced=None if constrained else each.passes,
+        )
         return built(lambda options: build(options=options), self.mesh, scored=not runs)
 
     def key(self, measured: bool) -> tuple[Any, ...]:
@@ -123,22 +144,25 @@ class Placed:
         )
 
 
-def remembered(cache: Cache, key: Any, find: Callable[[], Any]) -> Any:
-    """The value of the cache under a key; else what `find` returns, which it keeps from now on."""
+def remembered(memory: Cache, key: Any, find: Callable[[], Any]) -> Any:
+    """The value of a cache under a key; else what `find` returns, which it keeps from now on."""
     name = digest(key)
-    if name not in cache:
-        cache[name] = find()
-    return cache[name]
+    if name not in memory:
+        memory[name] = find()
+    return memory[name]
 
 
-def both_passes(graph: StageGraph, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
-    """A stage's outputs, and the gradients of its parameters and of its inputs.
+def both_passes(graph: StageGraph, trains: bool, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
+    """A stage's outputs, and, if it trains, the gradients of its parameters and of its inputs.
 
     arrays  its arguments, then the gradients of its outputs
     """
     end = len(graph.arguments)  # then come the outputs' gradients
     given = iter(arrays[:end])
     groups = Groups(*([next(given) for _ in vs] for vs in graph.groups))
+    if not trains:
+        outputs, others = graph.run(*groups)
+        return [*outputs, *others], [], []
     (outputs, _), pullback = differentiate(graph.run, groups)
     return outputs, *pullback(list(arrays[end:]))
 
@@ -153,32 +177,39 @@ def candidates(problem: StageProblem) -> Iterator[StageCandidate]:
                 continue
 
 
-def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: Cache) -> Specs:
+def operator_specs(
+    layer: StageCandidate, mesh: Mesh, machine: Machine, memory: Cache, known: Specs
+) -> Specs:
     """The best division found of a layer's parameters over a mesh (1, model).
 
-    What stays whole has no spec.
+    known  of some of them, from equal parts of other layers
+
     """
-    here, graph = Placed(layer, mesh, {}), layer.graph
+    here, graph, trains = Placed(layer, mesh, {}), layer.graph, layer.problem.trains
     parameters, whole_spec = graph.parameters, PartitionSpec()
     # Nothing to search where no parameter can be divided.
     if all(len(over_model(shape_of(p), mesh)) == 1 for p in parameters):
         return {}
 
+    def choices(p: Var) -> Choices:
+        return (lambda shape, mesh: [known[p]]) if p in known else over_model
+
     def search() -> tuple[PartitionSpec, ...]:
         arguments = [*graph.arguments, *graph.outputs]
         others = len(arguments) - len(parameters)
         found = search_sharding(
-            partial(both_passes, here.graph),
+            partial(both_passes, here.graph, trains),
             list(map(spec_of, arguments)),
             mesh,
             machine,
-            choices=[over_model] * len(parameters) + [unsharded] * others,
+            choices=[*map(choices, parameters), *[unsharded] * others],
             # What crosses to other stages is whole, and a gradient lies as its parameter.
             outputs=lambda *specs: (
-                [whole_spec] * len(graph.outputs),
-                list(specs[: len(parameters)]),
-                [whole_spec] * len(graph.inputs),
+                [whole_spec] * len(graph.outputs if trains else graph.made),
+                list(specs[: len(parameters)]) if trains else [],
+                [whole_spec] * len(graph.inputs if trains else ()),
             ),
+            tied=[*siblings(graph), *range(others)],
             limit=EXHAUSTIVE,
             progress=False,  # the planner has a bar of its own
         )
@@ -187,8 +218,37 @@ def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: C
 
     # Which division is the best depends on the machine as well: its links against its FLOPs.
     costs = machine.flops, machine.share, machine.latency, machine.memory, machine.link(mesh.size)
-    found = remembered(cache, (here.key(measured=False), costs), search)
-    return {p: spec for p, spec in zip(parameters, found, strict=True) if spec}
+    fixed = [str(known.get(p)) for p in parameters]
+    found = remembered(memory, (here.key(measured=False), costs, fixed), search)
+    return dict(zip(parameters, found, strict=True))
+
+
+def siblings(graph: StageGraph) -> list[Any]:
+    """Per parameter a key, equal where the same is done with them and the same beside.
+
+    Such are the projections to queries, keys and values, and parameters that are all added.
+    """
+    uses: dict[Var, list[Any]] = {p: [p.aval] for p in graph.parameters}
+    for eqn in graph.equations:
+        for p in uses.keys() & {*variables(eqn.invars)}:
+            others = [v for v in variables(eqn.invars) if v is not p]
+            uses[p].append((eqn.primitive.name, others))
+    return [str(use) for use in uses.values()]
+
+
+def roles(layer: StageCandidate) -> dict[Any, Var]:
+    """Parameters of a layer by what is done with them: equal parts of layers have equal roles."""
+    graph, uses = layer.graph, dict[Var, list[Any]]()
+    for eqn in graph.equations:
+        for i, v in enumerate(eqn.invars):
+            if isinstance(v, Var):
+                made = tuple(str(out.aval) for out in eqn.outvars)
+                uses.setdefault(v, []).append((eqn.primitive.name, i, made))
+    found: dict[Any, Var] = {}
+    for p in graph.parameters:
+        role = str(p.aval), *uses.get(p, ())
+        found[role, sum(other == role for other, _ in found)] = p  # the first, the second of these
+    return found
 
 
 # ---- what it costs
@@ -233,42 +293,121 @@ class StageProfile:
         return self.forward + self.backward + self.reduction / self.microbatches
 
 
+class Findings(NamedTuple):
+    """What compiling a stage shows, on one device.
+
+    costs        of the forward, of the backward and of the reduction, if there are these
+    activations  bytes that a forward leaves for its backward
+    seconds      of each, if they are measured
+    """
+
+    costs: list[Cost]
+    activations: int
+    seconds: list[float]
+
+
+class Runs:
+    """All runs of layers on one mesh, and what compiling them shows.
+
+    Where equal layers follow each other, what is modelled is the sum of that of each two
+    neighbours, less what is in two of these; so 24 equal blocks take no longer than four:
+
+        a b b c    |  a b  +  b b  +  b c  -  b  -  b
+    """
+
+    def __init__(
+        self, stages: Mapping[tuple[int, int], Placed], measured: bool, memory: Cache
+    ) -> None:
+        """No stage is compiled yet.
+
+        stages    by their first and last layer
+        measured  whether seconds are measured, on the mesh's devices
+        memory    what compiling has shown before
+        """
+        self.stages, self.measured, self.memory = stages, measured, memory
+        self.find, self._key = cache(self._find), cache(self._key_of)
+
+    def _key_of(self, layer: int) -> Any:
+        return self.stages[layer, layer].key(measured=False)
+
+    def _find(self, first: int, last: int) -> Findings:
+        """What is known of a run, or found by compiling it."""
+        neighbours = [*pairwise(range(first, last + 1))]
+        parts = {(k, k) for k in range(first, last + 1)} | {*neighbours}
+        if (
+            self.measured
+            or len(neighbours) < 2
+            or not parts <= self.stages.keys()
+            or all(self._key(a) != self._key(b) for a, b in neighbours)
+        ):
+            stage = self.stages[first, last]
+            key = stage.key(self.measured)
+            return remembered(self.memory, key, lambda: _examine(stage, self.measured))
+        return _joined(
+            [self.find(a, b) for a, b in neighbours], [self.find(a, a) for a, _ in neighbours[1:]]
+        )
+
+
+def _joined(pairs: list[Findings], inner: list[Findings]) -> Findings:
+    """The findings of a run of layers.
+
+    pairs  of each layer and the next
+    inner  of each layer but the first and the last
+    """
+    activations = sum(each.activations for each in pairs)
+    activations -= sum(each.activations for each in inner)
+    costs = []
+    longest = max(pairs, key=lambda each: len(each.costs))
+    for i, cost in enumerate(longest.costs):
+        several = [each.costs[i] for each in pairs if i < len(each.costs)]
+        twice = [each.costs[i] for each in inner if i < len(each.costs)]
+        sums: dict[str, Any] = {}
+        for name in ("flops", "ring_bytes", "collectives"):
+            sums[name] = sum(getattr(each, name) for each in several)
+            sums[name] -= sum(getattr(each, name) for each in twice)
+        # What a pass takes beside its arguments is that of one layer after the other; only what a
+        # forward leaves is there for all of them.
+        beside = [each.peak_bytes - each.argument_bytes for each in several]
+        if i == 0:
+            left = [each.activations for each in pairs]
+            beside = [b - a + activations for b, a in zip(beside, left, strict=True)]
+        peak = max(beside)
+        costs.append(replace(cost, argument_bytes=0, output_bytes=0, peak_bytes=peak, **sums))
+    return Findings(costs, activations, [])
+
+
 def profile_stage(
-    stage: Placed,
-    submesh: Shape,
-    state: Counter[Var],
-    machine: Machine,
-    measured: bool,
-    cache: Cache,
+    stage: Placed, found: Findings, submesh: Shape, state: Counter[Var], machine: Machine
 ) -> StageProfile:
     """The profile of a stage.
 
-    state     parameter -> how many of the optimizer's arrays have its shape, divided as it is
-    measured  whether seconds are measured, on the mesh's devices
+    found  by compiling it
+    state  parameter -> how many of the optimizer's arrays have its shape, divided as it is
     """
-    # [1] What compiling it shows, unless that is known.
-    key = stage.key(measured)
-    costs, activations, seconds = remembered(cache, key, lambda: _examine(stage, measured))
-    forward, backward, *reduction = seconds or [cost.seconds(machine) for cost in costs]
+    # [1] How long it takes.
+    costs, activations, seconds = found
+    graph, problem = stage.candidate.graph, stage.candidate.problem
+    times = seconds or [cost.seconds(machine) for cost in costs]
+    forward, backward, *reduction = times if problem.trains else [*times, 0.0]
 
     # [2] What is held all the time: weights with their gradients, the optimizer's state, the batch.
     def share(v: Var) -> int:
         return bytes_on_mesh(stage.spec(v)) // stage.mesh.size
 
-    graph, problem = stage.candidate.graph, stage.candidate.problem
-    parameters = sum(map(share, graph.parameters))
-    held = 2 * parameters + sum(share(p) * state[p] for p in graph.parameters)
+    parameters = held = sum(map(share, graph.parameters))
+    if problem.trains:
+        held += parameters + sum(share(p) * state[p] for p in graph.parameters)
     held += sum(map(share, graph.fixed)) + problem.method.microbatches * sum(map(share, graph.data))
     # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
     # are counted for each micro-batch in flight.
     beside = [cost.peak_bytes - cost.argument_bytes for cost in costs[:2]]
-    held += max(0, beside[0] - activations, beside[1])
+    held += max(0, beside[0] - activations, *beside[1:])
     return StageProfile(
         layers=stage.candidate.layers,
         submesh=submesh,
         logical=stage.mesh.devices.shape,
         sharding={problem.paths[problem.parameters[p]]: spec for p, spec in stage.specs.items()},
-        source="measured" if measured else "model",
+        source="measured" if seconds else "model",
         forward=forward,
         backward=backward,
         reduction=sum(reduction),
@@ -280,28 +419,27 @@ def profile_stage(
     )
 
 
-def _examine(stage: Placed, measured: bool) -> tuple[list[Cost], int, list[float]]:
-    """The findings of compiling a stage, on one device.
-
-    The costs of the forward, of the backward and of the reduction, if there is one; the bytes that
-    a forward leaves for its backward; and the seconds of these, if they are measured.
-    """
+def _examine(stage: Placed, measured: bool) -> Findings:
     compiled = stage.compile(measured)
     times = repeats(stage.candidate.graph.equations)
     # The backward adds to the gradients' sums.
-    costs = [Cost.of(each, times) for each in (compiled.forward, compiled.backward)]
+    run = [compiled.forward, *([compiled.backward] if compiled.trains else [])]
+    costs = [Cost.of(each, times) for each in run]
     costs += [Cost.of(compiled.total)] if compiled.total else []
     seconds = _measure(stage, compiled) if measured else []
-    return costs, compiled.bytes // stage.mesh.size, seconds
+    return Findings(costs, compiled.bytes // stage.mesh.size, seconds)
 
 
 def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
     """Median seconds of a forward, a backward and the reduction, if there is one, of ones."""
     graph = stage.candidate.graph
     arguments = ones(list(map(stage.spec, graph.arguments)))
+    forward = partial(compiled.forward, *arguments)
+    if not compiled.trains:
+        return [median(seconds) for seconds in in_turn([forward], ROUNDS)]
     cotangents = ones(list(map(stage.spec, graph.outputs)))
     # What the backward needs: some of the arguments, and some of what the forward made.
-    made = [*arguments, *compiled.forward(*arguments)]
+    made = [*arguments, *forward()]
     operands = [*cotangents, *(made[i] for i in compiled.kept)]
     sums = compiled.zeros()
 
@@ -310,7 +448,7 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
         sums, *others = compiled.backward(sums, operands)
         return sums, others
 
-    programs = [lambda: compiled.forward(*arguments), backward]
+    programs: list[Callable[[], Any]] = [forward, backward]
     if total := compiled.total:
         # It gives up the sums, so each turn needs new ones: that is in its time.
         programs.append(lambda: total(compiled.zeros()))

@@ -1,18 +1,17 @@
 """Stages, their meshes and how these divide the work, found for a train step."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import product, takewhile
+from itertools import product
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import Var
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
@@ -21,15 +20,19 @@ from pipelab.pipeshard.auto.auto_plan import AutoPlan
 from pipelab.pipeshard.auto.candidate import (
     Cache,
     Placed,
+    Runs,
+    Specs,
+    StageCandidate,
     StageProfile,
     candidates,
     mesh_of,
     operator_specs,
     profile_stage,
+    roles,
 )
 from pipelab.pipeshard.auto.cost_model import machine_of
 from pipelab.pipeshard.auto.sharding import over_model
-from pipelab.pipeshard.method import Shape, StageProblem
+from pipelab.pipeshard.method import Shape, StageProblem, owner_of
 from pipelab.schedules import make
 
 
@@ -39,6 +42,8 @@ class AutoStages:
 
     Every run of layers is compiled for every submesh that it may get, as data parallel, operator
     parallel and both, unless an equal one has been compiled before; then a dynamic program chooses.
+    Where equal layers follow each other, two of them are compiled at most, and modelled seconds of
+    more are added up (`candidate.Runs`).
 
     machine   whose memory is the limit, and whose seconds are modelled: a `Machine`, or the name of
               one of MACHINES; "here" is the one with such devices (`auto.cost_model.machine_of`).
@@ -53,7 +58,6 @@ class AutoStages:
     cache     what compiling has shown, by a digest of what that depends on. Planning again with the
               same mapping compiles nothing; `shelve.open(path)` is one that a file keeps. Default:
               one of this object alone
-    progress  whether to show a bar while profiling; default: in a terminal
 
     Modelled or measured is the compute of stages with the collectives inside. What crosses between
     two stages costs nothing, as in Alpa.
@@ -64,7 +68,6 @@ class AutoStages:
     operator: bool = True
     hosts: int | None = None
     cache: Cache = field(default_factory=dict, repr=False, compare=False)
-    progress: bool | None = None
 
     def choose(self, problem: StageProblem) -> AutoPlan:
         """The plan. Raises PipeshardError where no stages fit, and says what would."""
@@ -78,7 +81,9 @@ class AutoStages:
             )
         devices, hosts = self._devices(method.pool)
         machine = self._machine(devices[0])
-        method.table_for(1)  # what is wrong with the schedule is said before all that follows
+        method.table_for(
+            1, problem.trains
+        )  # what is wrong with the schedule is said before all that follows
         # [1] What every possible stage costs.
         profiles = self._profiles(problem, devices, hosts, machine)
 
@@ -88,6 +93,7 @@ class AutoStages:
         def in_flight(remaining: int) -> int:
             return make(schedule, remaining, m).peak_in_flight[0]
 
+        problem.bar.phase("stages", 0)
         table, known = _table(profiles, problem.layers)
         found = best_stages(table, len(devices), m, machine.memory, in_flight)
         chosen = [known[stage] for stage in found.stages]
@@ -136,8 +142,6 @@ class AutoStages:
         self, problem: StageProblem, devices: list[Any], hosts: int, machine: Machine
     ) -> list[StageProfile]:
         """The profiles of every run of layers in every place."""
-        from tqdm import tqdm  # only who plans needs it
-
         places = list(self._places(devices, hosts, problem.samples))
         # A process compiles for devices of its own, as far as there are enough of them.
         here = jax.process_index()
@@ -149,25 +153,34 @@ class AutoStages:
         state = _state_of_parameters(problem)
         # [1] How each layer divides its parameters; a shared one lies as its first layer says.
         most = max(model for _, (_, model) in places)
-        divided: dict[Var, PartitionSpec] = {}
-        for layer in runs if most > 1 else ():
-            if layer.layers[0] == layer.layers[1]:
-                mesh = mesh_of(devices, (1, most))
-                divided = {**operator_specs(layer, mesh, machine, self.cache), **divided}
+        # Layers of which there are most come first: others that have parts like theirs follow them.
+        divided, known = dict[Var, PartitionSpec](), dict[Any, PartitionSpec]()
+        layers = [each for each in runs if each.layers[0] == each.layers[1]] if most > 1 else []
+        problem.bar.phase("shardings", len(layers))
+        equal = Counter(layer.text for layer in layers)
+        for layer in sorted(layers, key=lambda layer: -equal[layer.text]):
+            mine = roles(layer)
+            seeds = {p: known[role] for role, p in mine.items() if role in known}
+            seeds |= {p: divided[p] for p in mine.values() if p in divided}
+            mesh = mesh_of(devices, (1, most))
+            found = operator_specs(layer, mesh, machine, self.cache, seeds)
+            known |= {role: found[p] for role, p in mine.items() if p in found}
+            divided |= found
+            problem.bar.step()
         # [2] Every run of layers in every place.
-        profiles = []
-        hidden = None if self.progress is None else not self.progress  # None: unless a terminal
-        every = list(product(runs, places))
-        for each, (submesh, logical) in tqdm(every, unit="stage", desc="profiles", disable=hidden):
+        on: dict[Shape, Runs] = {}
+        for _, logical in places:
             mesh = mesh_of(devices, logical)
-            # What was divided over more devices may not divide over these, or over fewer.
-            specs = {
-                p: divided[p]
-                for p in each.graph.parameters
-                if p in divided and divided[p] in over_model(shape_of(p), mesh)
+            stages = {
+                each.layers: Placed(each, mesh, _fitting(divided, each, mesh)) for each in runs
             }
-            stage = Placed(each, mesh, specs)
-            profiles.append(profile_stage(stage, submesh, state, machine, measured, self.cache))
+            on[logical] = Runs(stages, measured, self.cache)
+        profiles = []
+        problem.bar.phase("profiles", len(runs) * len(places))
+        for each, (submesh, logical) in product(runs, places):
+            stage, shown = on[logical].stages[each.layers], on[logical].find(*each.layers)
+            profiles.append(profile_stage(stage, shown, submesh, state, machine))
+            problem.bar.step()
         return profiles
 
     def _places(
@@ -182,6 +195,16 @@ class AutoStages:
             for model in range(1, count + 1 if self.operator else 2):
                 if count % model == 0 and samples % (count // model) == 0:
                     yield submesh, (count // model, model)
+
+
+def _fitting(divided: Specs, each: StageCandidate, mesh: Mesh) -> Specs:
+    """How the parameters of a run of layers are divided over a mesh."""
+    # What was divided over more devices may not divide over these, or over fewer.
+    return {
+        p: spec
+        for p in each.graph.parameters
+        if (spec := divided.get(p)) and spec in over_model(shape_of(p), mesh)
+    }
 
 
 def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> list[Any]:
@@ -222,28 +245,11 @@ def _table(
 # ---- the optimizer's state lies as the parameter that it belongs to
 
 
-def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
-    """The parameter of this shape whose path ends as this one does, for as long as possible.
-
-    .opt_state[0].mu['Dense_0']['kernel']      .params['Dense_0']['kernel']
-    """
-
-    def alike(other: str) -> int:
-        keys = (re.findall(r"\[[^\]]*\]|\.\w+", of)[::-1] for of in (path, other))
-        pairs = zip(*keys, strict=False)
-        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-    # Two parameters of one shape are told apart by their paths alone.
-    same = (p for p, other in parameters.items() if other == shape)
-    best = max(same, key=alike, default=None)
-    return best if best is not None and (alike(best) or best == path) else None
-
-
 def _spec(
     specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape], path: str, shape: Shape
 ) -> PartitionSpec:
     """How an argument with this path and shape is divided."""
-    return specs.get(_owner(path, shape, parameters) or path, PartitionSpec())
+    return specs.get(owner_of(path, shape, parameters) or path, PartitionSpec())
 
 
 def _state_of_parameters(problem: StageProblem) -> Counter[Var]:
@@ -251,5 +257,5 @@ def _state_of_parameters(problem: StageProblem) -> Counter[Var]:
     arguments = {problem.paths[a]: p for p, a in problem.parameters.items()}
     shapes = {path: shape_of(p) for path, p in arguments.items()}
     others = [v for v in problem.state if problem.paths[v] not in arguments]
-    owners = [_owner(problem.paths[v], shape_of(v), shapes) for v in others]
+    owners = [owner_of(problem.paths[v], shape_of(v), shapes) for v in others]
     return Counter(arguments[owner] for owner in owners if owner is not None)

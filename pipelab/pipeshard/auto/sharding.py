@@ -22,13 +22,13 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
-from tqdm import tqdm
 
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import PipeshardError, axes_in
 from pipelab.pipeshard.auto.cost_model import Cost, machine_of
 from pipelab.pipeshard.auto.sharded import Sharded, Specs
 from pipelab.pipeshard.method import Shape, as_table
+from pipelab.runtime.bar import Bar
 
 Choices = Callable[[Shape, Mesh], list[PartitionSpec]]
 
@@ -200,6 +200,7 @@ def search_sharding(
     *,
     choices: Choices | Sequence[Choices] = anywhere,
     outputs: Callable | None = None,
+    tied: Sequence[Any] | None = None,
     limit: int = 100,
     progress: bool | None = None,
 ) -> Search:
@@ -214,11 +215,10 @@ def search_sharding(
     outputs    where the results lie: called as `fun` is, with specs for arrays, it returns theirs,
                None where the compiler may choose: `lambda weights, batch: (None, weights)` for a
                loss and gradients that lie as their weights do. Default: the compiler chooses
+    tied       per array a key: those with equal keys, of one shape, get the same choice
     limit      so many candidates are all tried. Beyond, one array after another gets its best
                choice while the others stay, until nothing improves
-    progress   whether to show a bar of candidates; default: in a terminal
-
-    `measure` of what is returned runs and times some of the candidates.
+    progress   whether to show a bar of candidates; default: in a terminal or a notebook
 
     >>> import numpy as np
     >>> devices = np.array(jax.devices()[:1]).reshape(1, 1)
@@ -231,27 +231,27 @@ def search_sharding(
     program = Sharded(fun, arguments, mesh, outputs)
     machine = machine or machine_of(mesh.devices.flat[0])
     options = _options(program, choices)
-    hidden = None if progress is None else not progress  # None: unless a terminal
+    groups = _groups(tied or range(len(options)))
     found: dict[Specs, Candidate] = {}
 
     def best_of(many: Iterable[Specs]) -> Specs:
         wanted = list(many)
         new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
-            costs = pool.map(program.cost, new)
-            pairs = zip(new, costs, strict=True)
-            for specs, cost in tqdm(pairs, "shardings", len(new), disable=hidden if new else True):
+        bar = Bar("shardings", len(new), shown=progress if new else False)
+        with bar, ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
+            for specs, cost in zip(new, pool.map(program.cost, new), strict=True):
                 found[specs] = Candidate(specs, cost, cost.seconds(machine))
+                bar.step()
         # Also of what was tried before: a sweep asks again for where it stands.
         return min(wanted, key=lambda specs: found[specs].rank(machine))
 
-    possible = math.prod(map(len, options))
+    possible = math.prod(len(options[group[0]]) for group in groups)
     if possible <= limit:
-        best_of(product(*options))
+        best_of(_every(options, groups))
     else:
-        _descend(options, [x.size for x in program.leaves], best_of)
-    table = tuple(sorted(found.values(), key=lambda each: each.rank(machine)))
-    return Search(program.paths, program.mesh, machine, table, possible, program)
+        _descend(options, groups, [x.size for x in program.leaves], best_of)
+    table = sorted(found.values(), key=lambda each: each.rank(machine))
+    return Search(program.paths, program.mesh, machine, tuple(table), possible, program)
 
 
 def _options(program: Sharded, choices: Choices | Sequence[Choices]) -> list[list[PartitionSpec]]:
@@ -265,14 +265,27 @@ def _options(program: Sharded, choices: Choices | Sequence[Choices]) -> list[lis
     ]
 
 
+def _groups(keys: Sequence[Any]) -> list[list[int]]:
+    """The positions of equal keys, by the first of them."""
+    return [[i for i, k in enumerate(keys) if k == key] for key in dict.fromkeys(keys)]
+
+
+def _every(options: list[list[PartitionSpec]], groups: list[list[int]]) -> Iterator[Specs]:
+    """All assignments that give a group's arrays the same choice."""
+    number = {i: g for g, group in enumerate(groups) for i in group}
+    for chosen in product(*(options[group[0]] for group in groups)):
+        yield tuple(chosen[number[i]] for i in range(len(options)))
+
+
 def _descend(
     options: list[list[PartitionSpec]],
+    groups: list[list[int]],
     sizes: list[int],
     best_of: Callable[[Iterable[Specs]], Specs],
 ) -> None:
     """Two descents: from all arrays whole, and from all split as late as can be.
 
-    In one sweep each array, the largest first, gets its best choice while the others stay:
+    In one sweep each array or group, the largest first, gets its best choice while the others stay:
 
         whole     whole     1.00 s          start
         -,model   whole     0.40 s          the first array's best of 3
@@ -281,13 +294,16 @@ def _descend(
     No array's change alone is better then; that of two together may be.
     """
     # The largest arrays decide most; what they leave open, the smaller ones follow.
-    order = sorted(range(len(options)), key=lambda i: -sizes[i])
+    order = sorted(groups, key=lambda group: -sum(sizes[i] for i in group))
     # Whole may be a dead end of its own: to divide one array alone can cost more than it saves.
     for start in (0, -1):
         here: Specs = tuple(choices[start] for choices in options)
         before = None
         while here != before:
             before = here
-            for i in order:
-                changed = [(*here[:i], choice, *here[i + 1 :]) for choice in options[i]]
+            for group in order:
+                changed = [
+                    tuple(choice if i in group else spec for i, spec in enumerate(here))
+                    for choice in options[group[0]]
+                ]
                 here = best_of([here, *changed])

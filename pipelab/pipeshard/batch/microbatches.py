@@ -110,18 +110,23 @@ def _combined(
     for name, pair in zip(piece.result_names, pairs, strict=True):
         tag = found.of(pair)
         exact &= tag.role is not Role.MIXED and tag.degree in BY_DEGREE
-        if not combine:  # the loss; results beside it may be joined, too
+        if piece.trains and not combine:  # the loss; results beside it may be joined, too
             combine.append(_of_loss(tag, reduce))
         else:
             combine.append(_of_aux(name, tag, pair[0], found.axis_of(pair), reduce))
     return combine, found.axes, exact
 
 
-def gradient_of(loss: Graph, share: float = 1) -> Callable[[Arrays, Arrays], Arrays]:
+def gradient_of(
+    loss: Graph, share: float = 1, trains: bool = True
+) -> Callable[[Arrays, Arrays], Arrays]:
     """[loss, *aux, *gradients] of a loss, by its first inputs, of these and of the others.
 
-    share  of the loss that the gradients are of
+    share   of the loss that the gradients are of
+    trains  whether there are gradients
     """
+    if not trains:
+        return lambda parameters, others: loss.run(*parameters, *others)
 
     def value(parameters, others):
         out = loss.run(*parameters, *others)
@@ -145,7 +150,7 @@ def in_pieces(
     """
     known = dict(zip(step.arguments, values, strict=True))
     count = len(step.parameters)
-    gradient = jax.jit(gradient_of(loss, share_of(combine, m)))
+    gradient = jax.jit(gradient_of(loss, share_of(combine, m), step.trains))
     parameters = [known[argument] for argument in step.parameters.values()]
     pieces = []
     for k in range(m):
@@ -156,7 +161,7 @@ def in_pieces(
             inputs.append(jnp.split(x, m)[k] if v in step.batch else x)
         pieces.append(gradient(parameters, inputs))
     # Each gradient is of the micro-batch's share of the loss already: these are summed.
-    how = [*combine, *[Combine(How.SUM)] * count]
+    how = [*combine, *[Combine(How.SUM)] * len(step.gradients)]
     columns = zip(*pieces, strict=True)
     return [each.apply(list(xs)) for each, xs in zip(how, columns, strict=True)]
 
@@ -197,7 +202,7 @@ def _of_aux(name: str, tag: Tag, atom: Atom, axis: int | None, reduce: str | Non
             "sum of something, such as a mask, and by what is made of that number alone"
         )
     raise PipeshardError(
-        f"{name} of the loss, shape {shape_of(atom)}, is neither a mean nor a sum "
+        f"{name}, shape {shape_of(atom)}, is neither a mean nor a sum "
         f"over the batch nor one value per sample{why}: leave it out, or say "
         "Pipeshard(reduce='mean') to average it over the micro-batches"
     )

@@ -1,14 +1,12 @@
 """Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
 
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice, product
 from typing import Any
 
+from pipelab.runtime.bar import Bar
 from pipelab.runtime.batches import cut_batch
 from pipelab.runtime.orders import Step
 from pipelab.runtime.prepare import Segment, seed_for
@@ -75,11 +73,11 @@ def judge(
         updates = table.updates if table.training else table.batches
         if table.training and not _as_many(trial, replica_steps, updates):
             return trial.found.verdict(rule, truth.arithmetic.computes_in)
-        with _bar(2 * sum(map(len, reading[:updates]))) as count:
-            own.tick = count
+        with Bar("check", 2 * sum(map(len, reading[:updates])), DELAY) as bar:
+            own.tick = bar.step
             steps = replica_steps[0]
             for pieces in _follow(trial, segment, batches, reading, steps, stream, whole):
-                count(len(pieces))
+                bar.step(len(pieces))
         # [4] what the run gives back
         trial.compare_results(replica_steps, saved)
     _check_draws(own, drawing)
@@ -132,30 +130,6 @@ def _follow(
             exact = trial.truth.losses([undivided] if undivided else pieces)
             trial.compare_losses(pieces, own.losses(pieces), exact)
         yield pieces
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[..., object]]:
-    """Counts steps; after three seconds it shows the time left, to whoever looks."""
-    looks = sys.stderr.isatty() or "ipykernel" in sys.modules
-    looks = looks and not os.environ.get("TQDM_DISABLE")  # which a bar in a notebook does not heed
-    began, done, bar = time.monotonic(), 0, None
-
-    def count(steps: int = 1) -> None:
-        nonlocal done, bar
-        done += steps
-        if bar:
-            bar.update(steps)
-        elif looks and time.monotonic() - began > DELAY:  # made before, a notebook would keep it
-            from tqdm.auto import tqdm
-
-            bar = tqdm(total=total, initial=done, desc="check", unit="step", leave=False)
-
-    try:
-        yield count
-    finally:
-        if bar:
-            bar.close()
 
 
 def _check_draws(own: Reference, drawing: bool) -> None:
