@@ -197,8 +197,9 @@ def test_jax_pipelines_side_by_side():
 
 
 def test_the_job_of_two_runtimes(tmp_path):
-    for changes in job.CHANGES.values():
-        assert all(old in job.THEIRS.read_text() for old, _ in changes)
+    for of_script in job.CHANGES.values():
+        for changed, changes in of_script.items():
+            assert all(old in changed.read_text() for old, _ in changes)
     script = tmp_path / "script.py"
     script.write_text('"""Words.\n\nMore."""\n# a comment\nx = """a\nb"""\n\nraise ValueError(x)\n')
     assert job._lines(script) == 3
