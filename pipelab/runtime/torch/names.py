@@ -99,7 +99,8 @@ def layers_in(stages: Sequence[nn.Module]) -> list[list[str]]:
         type(stage).forward is nn.Sequential.forward and not (stage._parameters or stage._buffers)
         for stage in stages
     )
-    return [[name for name, _ in stage.named_children()] for stage in stages] if plain else []
+    # Not named_children, which leaves out a layer that it has named before.
+    return [[*stage._modules] for stage in stages] if plain else []
 
 
 def names_in(stages: Sequence[nn.Module]) -> list[dict[str, str]]:

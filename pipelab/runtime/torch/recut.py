@@ -70,7 +70,7 @@ def _merged(
     # [1] what its layers had; other names of tied weights go, any that the model lacks stay to be
     #     told of
     names = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-    layers = [new.place(s, f"{name}.").layer for name, _ in stage.named_children()]
+    layers = [new.place(s, f"{name}.").layer for name in stage._modules]
     before = sorted({old.local(Place(layer, ""))[0] for layer in layers})
     weights: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}

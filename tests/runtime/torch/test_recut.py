@@ -1,6 +1,7 @@
 """A training goes on with the same layers in another number of stages, or of other sizes."""
 
 import copy
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -268,3 +269,33 @@ def test_a_frozen_weight_that_forwards_write_into_is_saved(tmp_path):
     with Trainer(*given, check=True, resume=tmp_path / "c") as trainer:
         assert all(step.check.passed for step in trainer.fit(data))
         assert torch.equal(trainer.weights[0]["0.weight"], written)
+
+
+def test_a_layer_in_two_places_and_layers_with_names_of_their_own(tmp_path):
+    def named(made, balance):
+        parts = split(made, balance)
+        return [
+            nn.Sequential(OrderedDict((f"part {i}", layer) for i, layer in enumerate(stage)))
+            for stage in parts
+        ]
+
+    def twice():
+        torch.manual_seed(0)
+        made = [nn.Linear(8, 8).double() for _ in range(5)]
+        return [*made[:2], nn.Tanh(), made[1], *made[2:], made[2]]
+
+    data = batches(6)
+
+    def on(balance, more, resume=None):
+        schedule = make("pipedream_flush", len(balance), 4)
+        given = schedule, named(twice(), balance), F.mse_loss, adamw
+        with Trainer(*given, check=True, resume=resume) as trainer:
+            steps = [*trainer.fit(more)]
+            assert all(step.check.passed for step in steps)
+            trainer.save(tmp_path / f"{len(balance)}-{trainer.number}")
+            return [step.loss for step in steps]
+
+    expected = on([2, 3, 3], data)
+    on([2, 3, 3], data[:2])
+    assert on([8], data[2:4], tmp_path / "3-2") == pytest.approx(expected[2:4], rel=1e-9)
+    assert on([4, 1, 1, 2], data[4:], tmp_path / "1-4") == pytest.approx(expected[4:], rel=1e-9)
