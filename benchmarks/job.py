@@ -42,7 +42,7 @@ CHANGES = {
 
 
 def report(repeats: int = 2, ranks: int = 2) -> str:
-    """Both scripts under torchrun, in turn: lines, losses, seconds, and what each refuses."""
+    """Both scripts under torchrun, in turn: lines, losses, seconds; as a Markdown page."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         scripts = {"pipelab": OURS, "torch.distributed.pipelining": THEIRS}
