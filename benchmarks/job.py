@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +20,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
 LAST = "for i in range(512)]\n"
 # What changes in the job: by script, what is replaced by what.
-CHANGES = {
+CHANGES: dict[str, dict[Path, tuple[tuple[str, str], ...]]] = {
     "passages in the order of their lengths, each batch as wide as its longest": {
         OURS: (
             (
@@ -46,7 +47,8 @@ def report(repeats: int = 2, ranks: int = 2) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         scripts = {"pipelab": OURS, "torch.distributed.pipelining": THEIRS}
-        turns = in_turn([lambda s=s: _step(s, folder, ranks) for s in scripts.values()], repeats, 0)
+        calls = [partial(_step, script, folder, ranks) for script in scripts.values()]
+        turns = in_turn(calls, repeats, 0)
         rows = [
             [who, str(_lines(script)), f"{median(t for t, _ in of):.2f}", _spread(of), of[0][1]]
             for (who, script), of in zip(scripts.items(), turns, strict=True)
@@ -116,7 +118,7 @@ def _lines(script: Path) -> int:
     strings = [
         n for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
     ]
-    text = {line for n in strings for line in range(n.lineno, n.end_lineno + 1)}
+    text = {line for n in strings for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
     source = script.read_text().splitlines()
     return sum(
         bool(line.strip()) and not line.strip().startswith("#") and number not in text

@@ -79,9 +79,10 @@ def loss_of(logits, labels):  # a micro-batch's share of the mean over the batch
 
 # [3] The optimizer, and the schedule.
 part = Part()
-groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
-for name, weight in part.named_parameters():
-    groups["norm" in name or name.endswith("bias")]["params"].append(weight)
+groups = [
+    {"params": [w for w in part.parameters() if w.ndim > 1], "weight_decay": 0.1},
+    {"params": [w for w in part.parameters() if w.ndim < 2], "weight_decay": 0.0},
+]
 optimizer = torch.optim.AdamW(groups, lr=3e-3)
 wave = torch.cos(torch.linspace(0, torch.pi, options.steps + 1)) / 2 + 0.5
 scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / 10, wave[step].item()))

@@ -9,15 +9,9 @@ import os
 from pathlib import Path
 
 import torch
+import transformers
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    DataCollatorForLanguageModeling,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
 
 import pipelab
 from pipelab.models import layers_of, load, split
@@ -35,8 +29,9 @@ options = options.parse_args()
 devices, m = int(os.environ.get("WORLD_SIZE", 4)), 8
 torch.manual_seed(0)
 sizes = dict(vocab_size=1024, hidden_size=64, intermediate_size=160, num_hidden_layers=6)
-config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
-model = AutoModelForCausalLM.from_pretrained(options.model) if options.model else LlamaForCausalLM(config)
+config = transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
+model = (transformers.AutoModelForCausalLM.from_pretrained(options.model) if options.model
+         else transformers.LlamaForCausalLM(config))
 model.train()  # a loaded one is in evaluation mode
 layers = layers_of(model)
 stages = split(layers, uniform(len(layers), devices))
@@ -44,17 +39,16 @@ stages = split(layers, uniform(len(layers), devices))
 # [2] The data: passages of 8 to 32 tokens, padded by transformers' collator to a batch's longest.
 text = corpus(1024)
 passages = [{"input_ids": text.tokens[32 * i : 32 * i + 8 + 5 * i % 25]} for i in range(512)]
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, pad_token="<|endoftext|>")
-collate, order = DataCollatorForLanguageModeling(tokenizer, mlm=False), torch.Generator()
+tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, pad_token="<|endoftext|>")
+collate, order = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), torch.Generator()
 loader = DataLoader(passages[32:], batch_size=32, shuffle=True, generator=order, collate_fn=collate)
 
 
 # [3] The optimizer of a stage: no decay for norms and biases; warm-up, then a cosine.
-def adamw(named_parameters):
-    groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
-    for name, weight in named_parameters:
-        groups["norm" in name or name.endswith("bias")]["params"].append(weight)
-    optimizer = torch.optim.AdamW(groups, lr=3e-3)
+def adamw(weights):  # with an argument called named_parameters it would get pairs (name, weight)
+    decayed = [{"params": [w for w in weights if w.ndim > 1], "weight_decay": 0.1},
+               {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decayed, lr=3e-3)
     wave = torch.cos(torch.linspace(0, torch.pi, options.steps + 1)) / 2 + 0.5
     return optimizer, LambdaLR(optimizer, lambda step: min((step + 1) / 10, wave[step].item()))
 

@@ -103,6 +103,17 @@ class JaxArithmetic(reference.Arithmetic):
         self.eps_of_loss = float(jnp.finfo(mean.dtype).eps)
         return float(mean), float(count), float(weight)
 
+    def joined_loss(self, weights: Sequence[Weights], pieces: Sequence[Piece]) -> float:
+        found = []
+        with self._active():
+            for piece in pieces:
+                parameters, x, y, keys = self._arguments(weights, piece)
+                for s, apply in enumerate(self.applies):
+                    x = apply(parameters[s], x, *([] if keys is None else [keys[s]]))
+                found.append((x, y))
+            value = self.options.loss(*TREES.joined(found))
+        return float(value[0] if isinstance(value, tuple) else value)
+
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
         function = self._differentiate if self.options.training else self._value
         with self._active():

@@ -38,7 +38,8 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
 
     One layer before the blocks, each block, one between two lists of blocks (an encoder's and a
     decoder's), and one after them; `pipelab.models.split` makes stages of them. Together they give
-    what `model(**inputs)` gives, to the last bit: its logits, or its first output if it has none.
+    what `model(**inputs)` gives, to the last bit: its logits (a dictionary of all outputs whose
+    names end so, if there are several, as of two heads), or its first output if it has none.
     The first layer takes the inputs by name, or the main one alone. Between layers go hidden
     states, masks, positions, and what else later layers read, by name. The weights are the model's
     own, and tied ones stay tied: see `load`.

@@ -181,6 +181,9 @@ class Hollow(nn.Module):
                 f"sample: {SHOW}"
             )
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+        like = self.tape.like
+        if like is not None and like.is_floating_point():
+            self._of[0].to(like.dtype)  # of the weights that it stands for, which may be widened
         try:
             found = self._of[0](*args, **kwargs)
         except Exception as error:

@@ -58,7 +58,8 @@ def run(
                mean of)
     optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate
                schedulers, which step after each update; called once per stage. One whose argument
-               is called named_parameters is given pairs (name, parameter). For jax: an optax
+               is called named_parameters is given pairs (name, parameter), such as 3.norm.weight:
+               the layer's number in the model, and its name in the layer. For jax: an optax
                transformation. It sees one stage: for a norm over all of them there is `clip`, not
                optax.clip_by_global_norm
     backend    "threads" of this process, or "processes" of this machine, one a device (messages

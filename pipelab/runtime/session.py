@@ -312,6 +312,7 @@ class Session(AbstractContextManager):
                     sparing=whole > room,
                 ),
                 divided=wing.depends_on_cut() or largest > room,
+                roomy=largest <= room,
                 by_microbatches=options.reference == "microbatches",
                 seed=options.seed,
                 draws=wing.draws,

@@ -287,7 +287,13 @@ class CountingStage(Stage):
         for name, metric in self.metrics.items():
             value = metric(output, target)
             mean, count = value if isinstance(value, tuple) else (value, samples)
-            found[name] = float(mean), float(count)
+            try:
+                found[name] = float(mean), float(count)
+            except Exception as error:
+                raise ValueError(
+                    f"metric {name!r} gives {value!r:.60}: give its mean over the samples, one "
+                    "number, or a pair (mean, how many it is the mean of)"
+                ) from error
         self.measured[microbatch] = found, self.given_back(output) if self.outputs else None
 
     def given_back(self, output: Any) -> Any:

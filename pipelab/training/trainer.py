@@ -161,6 +161,7 @@ class Trainer(AbstractContextManager):
     ) -> Iterator[TrainedBatch]:
         """Train on these batches, or on the first so many of them; yields each when it is through.
 
+        It ends with the batches: for more epochs call it again, with `rest_of` of their loader.
         With `progress` a bar tells the loss, the samples or tokens a second, and the time left.
 
         They are read when the pipeline needs them: the next one is under way while one is yielded.

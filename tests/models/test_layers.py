@@ -306,3 +306,27 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(model, sample, reason):
 def test_a_model_that_fails_on_the_sample():
     with pytest.raises(ValueError, match="a GPT2LMHeadModel fails on this sample with IndexError"):
         layers_of(model_of("GPT2LMHeadModel"), {"input_ids": torch.full((2, 3), 64)})
+
+
+def test_a_convolution_in_front_is_judged_in_float64():
+    class Speech(nn.Module):
+        main_input_name = "sound"
+
+        def __init__(self):
+            super().__init__()
+            self.front = nn.Conv1d(2, 8, 3, padding=1)
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, sound):
+            x = self.front(sound).mT
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    model, sound = Speech(), torch.randn(8, 2, 6)
+    stages = split(layers_of(model, {"sound": sound}), [2, 2, 2])
+    batch = {"sound": sound}, torch.randn(8, 6, 8)
+    given = pipelab.make("gpipe", 3, 4), stages, [batch], nn.functional.mse_loss
+    check = pipelab.run(*given, partial(torch.optim.SGD, lr=0.1)).check
+    assert check.passed and check.precision == "float64"

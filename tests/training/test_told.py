@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Trainer, make
+from pipelab import RunError, Trainer, make
 from pipelab.models.sequential import split
 from tests.runtime.test_run import batches, stages
 from tests.training.test_trainer import ADAM, table
@@ -132,3 +132,12 @@ def test_what_a_loader_has_left_is_trained_after_a_stop(tmp_path, remembers):
         with pytest.raises(ValueError, match=r"loader is a list without a state_dict"):
             trainer.save(tmp_path / "d", data)
         assert not (tmp_path / "d").exists()
+
+
+def test_a_metric_that_is_no_number_is_named():
+    given = make("gpipe", 2, 2), stages(2), F.mse_loss, ADAM
+    with (
+        Trainer(*given, check=False) as trainer,
+        pytest.raises(RunError, match=r"metric 'each' gives .*give its mean over the samples"),
+    ):
+        trainer.evaluate(batches(1), {"each": lambda output, target: output})

@@ -153,6 +153,14 @@ class TorchArithmetic(reference.Arithmetic):
                 p.grad = None
         return float(mean.detach()), count, float(weight)
 
+    def joined_loss(self, weights: Sequence[Weights], pieces: Sequence[Piece]) -> float:
+        found: list[tuple[Any, Any]] = []
+        with torch.no_grad():
+            for piece in pieces:
+                self._forward(weights, piece, found)
+            value = self.options.loss(*TREES.joined(found))
+        return float(value[0] if isinstance(value, tuple) else value)
+
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
         with _Narrowing() as narrowing:
             self.compute(weights, piece, 1.0, [{} for _ in weights])
@@ -220,8 +228,10 @@ class TorchArithmetic(reference.Arithmetic):
 
     # ---- one forward
 
-    def _forward(self, weights: Sequence[Weights], piece: Piece) -> tuple[Tensor, float]:
-        """The loss: (mean, count).
+    def _forward(
+        self, weights: Sequence[Weights], piece: Piece, outputs: list | None = None
+    ) -> tuple[Tensor, float]:
+        """The loss: (mean, count); what it is called with is added to `outputs`.
 
         What a forward changes in the weights themselves (as the max_norm of an embedding does)
         stays in them.
@@ -252,6 +262,8 @@ class TorchArithmetic(reference.Arithmetic):
                 forward = partial(self._again, stage) if self.sparing else stage
                 x = forward(TREES.map(_own, x) if s else x)
                 if s == len(stages) - 1:
+                    if outputs is not None:
+                        outputs.append((x, y))
                     x = self.options.loss(x, y)
                 if piece.seeds is not None:
                     self.drew |= drew_from(piece.seeds[s], self.device)

@@ -31,11 +31,11 @@ def recut(
     ValueError where weights of one parameter group had different ones.
     """
     old, new = Cut(saved), Cut(layers_in(stages))
-    # [1] the places of each weight: tied ones have several, of which stages name one
+    # [1] the places of each weight and buffer: some have several, of which stages name one
     places: dict[int, list[Place]] = {}
     for s, stage in enumerate(stages):
-        for name, p in stage.named_parameters(remove_duplicate=False):
-            places.setdefault(id(p), []).append(new.place(s, name))
+        for name, tensor in _every(stage):
+            places.setdefault(id(tensor), []).append(new.place(s, name))
     known: dict[int, StageState] = {}
 
     def state_of(s: int) -> StageState:
@@ -53,15 +53,31 @@ def recut(
                 at, there = old.local(place)
                 if there in {*state_of(at).newest(), *state_of(at).frozen}:
                     sources.setdefault(name, (at, there))
-        found[s] = _merged(stages[s], s, sources, state_of, old, new)
+        buffers = {}
+        for name, buffer in stages[s].named_buffers():
+            for place in (
+                *places[id(buffer)],
+                new.place(s, name),
+            ):  # its own counts, if it is there
+                at, there = old.local(place)
+                if there in state_of(at).buffers:
+                    buffers[name] = state_of(at).buffers[there]
+        found[s] = _merged(stages[s], s, sources, buffers, state_of, old, new)
         _add_optimizer(found[s], own, sources, state_of, factory, names[s])
     return found
+
+
+def _every(stage: nn.Module) -> list[tuple[str, Tensor]]:
+    """Its weights and buffers, by all names that they have."""
+    parts = stage.named_parameters, stage.named_buffers
+    return [pair for part in parts for pair in part(remove_duplicate=False)]
 
 
 def _merged(
     stage: nn.Module,
     s: int,
     sources: Mapping[str, tuple[int, str]],
+    buffers: dict[str, Tensor],
     state_of: Callable[[int], StageState],
     old: Cut,
     new: Cut,
@@ -69,17 +85,16 @@ def _merged(
     """A stage's weights, buffers, and the optimizer's state of each weight."""
     # [1] what its layers had; other names of tied weights go, any that the model lacks stay to be
     #     told of
-    names = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in _every(stage)}
     layers = [new.place(s, f"{name}.").layer for name in stage._modules]
     before = sorted({old.local(Place(layer, ""))[0] for layer in layers})
     weights: dict[str, Tensor] = {}
-    buffers: dict[str, Tensor] = {}
     for at in before:
         state = state_of(at)
         for content, into in ((state.newest(), weights), (state.buffers, buffers)):
             for there, value in content.items():
                 to, name = new.local(old.place(at, there))
-                if to == s and (into is buffers or name not in names):
+                if to == s and name not in names:
                     into[name] = value
     frozen: dict[str, str] = {}
     for name, (at, there) in sources.items():

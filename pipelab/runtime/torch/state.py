@@ -447,10 +447,20 @@ def as_they_were(before: Buffers) -> Iterator[None]:
 
 
 def load_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put copies of these there, by name, of whatever shape: forwards may have made them."""
+    """Put copies of these there, by name, of whatever shape: forwards may have made them.
+
+    One that stands in several places does so afterwards.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for attribute, buffer in part._buffers.items():
+            if buffer is not None:
+                places.setdefault(id(buffer), []).append((part, attribute))
     for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
-        module.get_submodule(owner)._buffers[attribute] = value.to(device, copy=True)
+        place, loaded = module.get_submodule(owner), value.to(device, copy=True)
+        for part, other in (*places.get(id(place._buffers.get(attribute)), ()), (place, attribute)):
+            part._buffers[other] = loaded
 
 
 def _put(buffers: Buffers) -> None:

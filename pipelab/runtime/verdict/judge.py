@@ -35,6 +35,7 @@ def judge(
     reference: Callable[[bool], Reference],
     *,
     divided: bool,
+    roomy: bool,
     by_microbatches: bool,
     seed: int | None,
     draws: bool,
@@ -48,6 +49,7 @@ def judge(
     saved          by stage, what a checkpoint holds of it, if one was written
     reference      makes one: in float64 (True), or as the run computes (False)
     divided        whether a forward depends on how the batch is cut: so is the truth's then
+    roomy          whether the outputs of a batch have room
     by_microbatches  whether that is wanted, and the verdict says so
     seed           of the random numbers that forwards draw
     draws          whether they are known to draw some; else the first piece shows it
@@ -69,6 +71,7 @@ def judge(
         cut = divided or drawing or own.traces or by_microbatches
         # A layer may insist on a micro-batch's size.
         whole = may_be_whole and not cut and own.takes([_undivided(batches, reading, 0)])
+        trial.joins = may_be_whole and roomy and not (whole or by_microbatches)
         # [3] update by update
         updates = table.updates if table.training else table.batches
         if table.training and not _as_many(trial, replica_steps, updates):

@@ -98,6 +98,9 @@ class Arithmetic(Protocol):
         weights that the loss does not depend on; zeros of what counts nothing.
         """
 
+    def joined_loss(self, weights: Sequence[Weights], pieces: Sequence[Piece]) -> float:
+        """The loss of all their outputs together, though each is computed on its own."""
+
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
         """The eps of the coarsest type that a finer one is rounded to meanwhile; 0 if none is."""
 
@@ -270,6 +273,17 @@ class Reference:
             return True
         except Exception:
             return False
+
+    def joined_loss(self, pieces: Sequence[Piece]) -> float | None:
+        """The loss of all their outputs together; None if it cannot be computed of these."""
+        before = self.arithmetic.remembered()
+        try:
+            return self.arithmetic.joined_loss(self._of(pieces[0]), pieces)
+        except Exception:  # outputs that cannot be joined, or a loss that insists on a size
+            return None
+        finally:
+            before.restore()
+            self.arithmetic.release()
 
     def draws(self, piece: Piece) -> bool:
         """Whether forwards of a piece with seeds draw random numbers."""

@@ -40,6 +40,8 @@ class Trial:
               the truth computes in float64 throughout; `coarse`: too coarse to tell a loss that is
               no mean by its rounding
     unset  where buffers were nan before the first forward
+    joins  whether the loss of micro-batches' outputs together should be the mean of theirs, though
+           stages cannot take the batch undivided
 
     After the first update that counts anything, what agrees with our own computing to the last
     digit needs no truth: it is no further from it than our own, which is the noise.
@@ -59,7 +61,7 @@ class Trial:
         self.found, self.narrowed = Comparison(tolerance), narrowed
         # A loss that takes its logits in float32 is off by what second opinions show as well.
         self.coarse = narrowed > EPS_32 or truth.arithmetic.computes_in != "float64"
-        self.first = t
+        self.first, self.joins = t, False
         self.counted: Losses = []
         self.unset = {name: np.isnan(of.whole()) for name, of in own.state()[1].items()}
         if own.arithmetic.start:  # did the reference load all that the checkpoint holds?
@@ -118,6 +120,10 @@ class Trial:
         if undivided and begins and not self.coarse:
             own_gradients.clear()  # here is most in memory: another truth's gradients
             cut_up = self._compare_cut(gradients, pieces)
+        elif self.joins and begins and not self.coarse:
+            whole = self.truth.joined_loss(pieces)
+            if whole is not None and any(count for _, count in losses):
+                self._compare_cut_loss(whole, losses, pieces)
         self.compare_losses(pieces, own_losses, losses, cut_up)
 
     def _compare_gradient(

@@ -96,3 +96,28 @@ def room(request, monkeypatch):
 def test_right_runs_pass_and_wrong_ones_fail(then, schedule, room):
     assert checked(then, 1.0, schedule).passed
     assert not checked(then, 1.01, schedule).passed
+
+
+def two_parts(output, target):
+    """The mean over some of the samples, and the mean over all."""
+    some = (target[:, :1] > 0).double()
+    return ((output - target) ** 2 * some).sum() / some.sum().clamp(min=1) + F.mse_loss(
+        output, target
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "right"),
+    [(F.mse_loss, True), (lambda y, t: (F.mse_loss(y, t), len(y)), True), (two_parts, False),
+     (lambda y, t: F.mse_loss(y, t, reduction="sum"), False)],
+)  # fmt: skip
+def test_a_loss_that_is_no_mean_fails_though_dropout_needs_micro_batches(loss, right):
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), nn.Linear(8, 8)]
+    data = [tuple(torch.randn(2, 12, 8)) for _ in range(2)]
+    given = make("gpipe", 2, 4, batches=2), stages, data, loss, SGD
+    check = run(*given, seed=1).check
+    assert check.passed == right, check
+    assert "micro-batches only" in check.rule
+    assert right or "is the loss a mean over its samples?" in str(check)
+    assert run(*given, seed=1, reference="microbatches").check.passed  # as the caller says

@@ -299,3 +299,33 @@ def test_a_layer_in_two_places_and_layers_with_names_of_their_own(tmp_path):
     on([2, 3, 3], data[:2])
     assert on([8], data[2:4], tmp_path / "3-2") == pytest.approx(expected[2:4], rel=1e-9)
     assert on([4, 1, 1, 2], data[4:], tmp_path / "1-4") == pytest.approx(expected[4:], rel=1e-9)
+
+
+class Counted(nn.Module):
+    """A layer with a buffer, which another may have as well."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.register_buffer("scale", buffer)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def test_a_buffer_in_two_layers_goes_with_both(tmp_path):
+    def own():
+        torch.manual_seed(0)
+        scale = torch.full((8,), 0.5, dtype=torch.float64)
+        return [Counted(scale) if i in (1, 3) else nn.Linear(8, 8).double() for i in range(5)]
+
+    resume, expected = None, None
+    for k, balance in enumerate(([2, 3], [2, 3], [5], [1, 4], [1, 2, 2])):
+        given = make("gpipe", len(balance), 4), split(own(), balance), F.mse_loss, adamw
+        with Trainer(*given, check=True, resume=resume) as trainer:
+            assert all(step.check.passed for step in trainer.fit(batches(1, k)))
+            resume = tmp_path / str(k)
+            trainer.save(resume)
+            found = by_layer(trainer.weights, balance)
+        assert expected is None or found.keys() == expected
+        expected = found.keys()
