@@ -240,6 +240,16 @@ def test_linen_modules_and_dropout(rule, seed):
     assert train(*arguments, seed=4, check=False).losses != result.losses
 
 
+def test_a_loss_that_is_no_mean_fails_though_dropout_needs_micro_batches():
+    module = Dense()
+    parts = [(module, module.init(jax.random.key(s), jnp.ones((1, 6)))) for s in range(2)]
+    given = make("gpipe", 2, 3), parts, batches(1, 9)
+    for loss, right in ((mse, True), (lambda y, target: ((y - target) ** 2).sum(), False)):
+        check = run(*given, loss, optax.sgd(0.01), backend="jax", seed=1).check
+        assert check.passed == right, check
+        assert right or "is the loss a mean over its samples?" in str(check)
+
+
 def test_nnx_modules_are_left_alone():
     modules = [Twin(nnx.Rngs(s)) for s in range(2)]
     before = [np.array(m.inner.kernel[...]) for m in modules]
