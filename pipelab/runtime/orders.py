@@ -129,7 +129,8 @@ class Outcome:
     """The result of a rank's order.
 
     losses   (mean, count) by micro-batch, from the rank with the last stage
-    metrics  of an evaluation the same, by name; `outputs`: the model's, on the host
+    metrics  of an evaluation the same, by name, or why there is none; `outputs`: the model's, on
+             the host
     updates  by stage and number
     record   what its worker saw
     steps    by stage, what each update did
@@ -142,7 +143,7 @@ class Outcome:
     row: int
     replica: int
     losses: dict[int, tuple[float, float]]
-    metrics: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    metrics: dict[int, dict[str, tuple[float, float] | str]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     updates: dict[int, dict[int, Update]] = field(default_factory=dict)
     record: Record = field(default_factory=Record)

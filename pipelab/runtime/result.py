@@ -59,7 +59,7 @@ class Run:
     records: list[Record] = field(repr=False)
     unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
     counts: list[float] = field(default_factory=list)
-    metrics: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    metrics: list[dict[str, tuple[float, float] | str]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list, repr=False)
     norms: list[float] = field(default_factory=list)
     rates: list[Sequence[float]] = field(default_factory=list)

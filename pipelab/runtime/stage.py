@@ -283,18 +283,27 @@ class CountingStage(Stage):
         """Note the metrics of an evaluated micro-batch, and its output if that was asked for."""
         if not (self.metrics or self.outputs):
             return
-        samples, found = self.fed[microbatch].samples, {}
+        samples = self.fed[microbatch].samples
+        found: dict[str, Any] = {}
+        given_back = self.given_back(output) if self.outputs else None
         for name, metric in self.metrics.items():
-            value = metric(output, target)
-            mean, count = value if isinstance(value, tuple) else (value, samples)
+            # What fails is told where the evaluation was asked for: the training goes on.
             try:
-                found[name] = float(mean), float(count)
+                value = metric(*self.copied((output, target)))
+                mean, count = map(float, value if isinstance(value, tuple) else (value, samples))
+                if not 0 <= count < np.inf:
+                    raise ValueError(f"it counts {count}")
+                found[name] = mean, count
             except Exception as error:
-                raise ValueError(
-                    f"metric {name!r} gives {value!r:.60}: give its mean over the samples, one "
-                    "number, or a pair (mean, how many it is the mean of)"
-                ) from error
-        self.measured[microbatch] = found, self.given_back(output) if self.outputs else None
+                found[name] = (
+                    f"metric {name!r} fails ({type(error).__name__}: {error}): give its mean over "
+                    "the samples, one number, or a pair (mean, how many it is the mean of)"
+                )
+        self.measured[microbatch] = found, given_back
+
+    def copied(self, data: Any) -> Any:
+        """Copies, where what is given could write into them."""
+        return data
 
     def given_back(self, output: Any) -> Any:
         """The model's output on the host."""

@@ -1,7 +1,7 @@
 """Evaluation: the losses of batches that nothing was trained on, their metrics, and outputs."""
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, inf
 from typing import Any
 
 from pipelab.runtime.batches import Trees, mean_losses
@@ -30,6 +30,8 @@ class Evaluation(list):
         self._pieces += _shares(zip(run.microbatch_losses, run.counts, strict=True), times)
         for measured in run.metrics:
             for name, found in measured.items():
+                if isinstance(found, str):
+                    raise ValueError(found)
                 self._metrics.setdefault(name, []).extend(_shares([found], times))
         if run.outputs:
             whole = trees.joined(run.outputs)
@@ -44,7 +46,7 @@ class Evaluation(list):
     @property
     def perplexity(self) -> float:
         """The exponential of the loss: of a cross entropy, how many tokens it is as unsure as."""
-        return exp(self.loss)
+        return exp(self.loss) if self.loss < 700 else inf
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -135,7 +135,7 @@ class Trainer(AbstractContextManager):
         self._ready: deque[TrainedBatch] = deque()
         self._times: dict[int, float] = {}  # of batches, when they were read
         self._last = 0.0  # when the latest batch was through
-        self._read: tuple[Iterator[Any], Any] | None = None  # the latest batch, until all have it
+        self._read: dict[int, tuple[Iterator[Any], Any]] = {}  # batches that not all have yet
 
     def __enter__(self) -> "Trainer":
         self._session.__enter__()
@@ -253,11 +253,13 @@ class Trainer(AbstractContextManager):
 
         By the loader's own state if `save` was given it, else without the first `number` ones: of
         an epoch, for a loader with a length. What it shuffles by has to be as it was: seed it by
-        the epoch.
+        the epoch. Batches that were left out as too short are not in `number`: leave them out of
+        the loader (a DataLoader's drop_last=True).
         """
         resume = self._session.options.resume
         state = self._session.wing.saved_loader(Path(resume)) if resume else None
-        if state is not None and self.number == self._first:
+        loads = state is not None and hasattr(loader, "load_state_dict")
+        if loads and self.number == self._first:
             loader.load_state_dict(state)
             return loader
         size = len(loader) if hasattr(loader, "__len__") else 0
@@ -286,17 +288,17 @@ class Trainer(AbstractContextManager):
         session = self._session
         session.wing.check_caller()
         looks = session.wing.looks and not session.started
-        if self._read and self._read[0] is iterator:  # an interrupt came before it was trained on
-            batch = self._read[1]
+        if id(iterator) in self._read:  # an interrupt came before it was trained on
+            _, batch = self._read[id(iterator)]
         else:
             reads = session.launcher.first or session.reads or looks
             batch = next(iterator, END) if reads else None
-        self._read = iterator, batch
+        self._read[id(iterator)] = iterator, batch
         with self._whole():
             # What process 0 sees counts: others may not read it.
             known = None if batch is END else self._pieces(batch)
             pieces, *_ = session.launcher.share(known, call, early=True)
-        self._read = None
+        del self._read[id(iterator)]
         if pieces is None:
             return None
         if batch is END:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import RunError, Trainer, make
+from pipelab import Trainer, make
 from pipelab.models.sequential import split
 from tests.runtime.test_run import batches, stages
 from tests.training.test_trainer import ADAM, table
@@ -134,10 +134,15 @@ def test_what_a_loader_has_left_is_trained_after_a_stop(tmp_path, remembers):
         assert not (tmp_path / "d").exists()
 
 
-def test_a_metric_that_is_no_number_is_named():
+def test_metrics_neither_change_what_is_measured_nor_end_the_training():
     given = make("gpipe", 2, 2), stages(2), F.mse_loss, ADAM
-    with (
-        Trainer(*given, check=False) as trainer,
-        pytest.raises(RunError, match=r"metric 'each' gives .*give its mean over the samples"),
-    ):
-        trainer.evaluate(batches(1), {"each": lambda output, target: output})
+    with Trainer(*given, check=False) as trainer:
+        losses = trainer.evaluate(batches(2))
+        asked = {"a": lambda y, target: y.zero_().mean(), "b": lambda y, t: (t.zero_() + 1).mean()}
+        found = trainer.evaluate(batches(2), asked, outputs=True)
+        assert found == losses and found.metrics == {"a": 0.0, "b": 1.0}
+        assert all(output.abs().sum() > 0 for output in found.outputs)
+        for wrong in (lambda y, t: 1 / 0, lambda y, t: (y.mean(), -1), lambda y, t: None):
+            with pytest.raises(ValueError, match=r"metric 'w' fails \("):
+                trainer.evaluate(batches(1), {"w": wrong})
+        assert len([*trainer.fit(batches(2))]) == 2

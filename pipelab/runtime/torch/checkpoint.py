@@ -21,7 +21,7 @@ from pipelab.runtime.batches import kind_of
 from pipelab.runtime.drafts import writing
 from pipelab.runtime.torch.names import layers_in
 from pipelab.runtime.torch.recut import recut
-from pipelab.runtime.torch.state import StageState
+from pipelab.runtime.torch.state import StageState, differ
 from pipelab.table.schedule import Schedule
 
 INDEX, LOADER = "checkpoint.json", "loader.pt"
@@ -65,8 +65,11 @@ class Index:
     def _is_sound(self) -> bool:
         """Whether every field is of its type."""
         types: Any = {int}, {int, type(None)}, {bool}, {str}, {list}, {str}, {list}
-        right = all(type(x) in of for x, of in zip(vars(self).values(), types, strict=True))
-        return right and self.batch >= 0 and {*map(type, self.digests)} <= {str}
+        if not all(type(x) in of for x, of in zip(vars(self).values(), types, strict=True)):
+            return False
+        names = [name if type(of) is list else of for of in self.layers for name in of or [""]]
+        strings = {*map(type, (*self.digests, *names))} <= {str}
+        return self.batch >= 0 and strings and {*map(type, self.layers)} <= {list}
 
     def check_fits(self, folder: Path, schedule: Schedule, endless: bool) -> None:
         """ValueError if the schedule, or what `endless` goes on as it, cannot go on from this."""
@@ -223,6 +226,15 @@ def states_for(
             )
         )
     states = {s: state.completed(stages[s]) for s, state in states.items()}
+    tied: dict[int, Tensor] = {}
+    for s, state in states.items():
+        for name, p in stages[s].named_parameters():
+            value = state.newest().get(name)
+            if value is not None and differ(tied.setdefault(id(p), value), value):
+                raise ValueError(
+                    f"weight {name} of stage {s} is tied to another in the model, and they have "
+                    f"different values in {folder}: give the same model"
+                )
     for s, state in states.items():
         # Buffers are not compared: forwards may have put others there.
         mine, theirs = dict(stages[s].named_parameters()), state.newest()

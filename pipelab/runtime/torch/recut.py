@@ -87,7 +87,7 @@ def _merged(
     #     told of
     names = {name for name, _ in _every(stage)}
     layers = [new.place(s, f"{name}.").layer for name in stage._modules]
-    before = sorted({old.local(Place(layer, ""))[0] for layer in layers})
+    before = sorted({old.local(Place(layer, ""))[0] for layer in layers}) or [0]
     weights: dict[str, Tensor] = {}
     for at in before:
         state = state_of(at)

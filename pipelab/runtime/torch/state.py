@@ -17,7 +17,10 @@ from pipelab.runtime.batches import Trees
 from pipelab.runtime.torch.ledger import parts_of
 
 # What schedulers keep a list of, with an entry for each parameter group.
-PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs"}
+PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs"} | {
+    "base_momentums",
+    "max_momentums",
+}
 MAKING = RLock()  # a factory may write into tensors that other runs' factories read
 
 

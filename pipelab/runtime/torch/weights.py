@@ -276,6 +276,9 @@ class VersionedStage(CountingStage):
     def on_host(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return on_cpu(weights)
 
+    def copied(self, data: Any) -> Any:
+        return pytree.tree_map_only(Tensor, Tensor.clone, data)
+
     def given_back(self, output: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), output)
 

@@ -110,6 +110,10 @@ class Arithmetic(Protocol):
     def place(self, stage: int, weights: Weights) -> Weights:
         """Copies of a stage's weights, from anywhere, as this arithmetic computes with them."""
 
+    def wrote(self, given: Weights, copies: Weights) -> bool:
+        """Whether a forward has written into these copies, as far as its library lets it."""
+        return False
+
     def release(self) -> None:
         """Keep none of the weights that were computed with."""
         return None
@@ -371,7 +375,13 @@ class Reference:
             if jitter:
                 now.restore()
             self.arithmetic.release()
-            if not self.traces:  # else what was written into them stays
+            # The first forward may have written into none, such as an embedding with a max_norm.
+            pairs = ((self.history[s][v], copies) for (s, v), copies in self._placed.items())
+            self.traces = self.traces or any(self.arithmetic.wrote(*pair) for pair in pairs)
+            if self.traces:  # what was written stays
+                for (s, v), copies in self._placed.items():
+                    self.history[s][v] = copies
+            else:
                 self._placed.clear()
 
     def _weights(self, piece: Piece, jitter: Jitter | None, number: int) -> list[Weights]:

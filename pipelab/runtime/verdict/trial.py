@@ -90,7 +90,7 @@ class Trial:
         own_losses, own_gradients = own.gradients(pieces)
         # The first piece may have left none: an average starts where the weights do, and a count of
         # what an expert was given with the first that it is.
-        if not own.traces and own.left_traces():
+        if own.traces or own.left_traces():
             own.traces = self.truth.traces = True
         if own.traces:
             undivided = None

@@ -2,6 +2,7 @@
 batch does not fit, stage after stage."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -121,3 +122,27 @@ def test_a_loss_that_is_no_mean_fails_though_dropout_needs_micro_batches(loss, r
     assert "micro-batches only" in check.rule
     assert right or "is the loss a mean over its samples?" in str(check)
     assert run(*given, seed=1, reference="microbatches").check.passed  # as the caller says
+
+
+def test_writes_into_weights_that_begin_after_the_first_micro_batch():
+    torch.manual_seed(0)
+    table = nn.Embedding(10, 4, max_norm=1.0).double()
+    table.weight.data[:3] *= 0.01  # these are left alone
+    stages = [nn.Sequential(table), nn.Linear(4, 4).double()]
+    rows = [torch.arange(8) % 3, torch.arange(8), torch.arange(2, 10)]
+    data = [(x, torch.randn(8, 4, dtype=torch.float64)) for x in rows]
+    given = stages, data, F.mse_loss, partial(torch.optim.SGD, lr=0.5)
+    assert run(make("gpipe", 2, 4, batches=3), *given).check.passed
+    wrong = [Grown(table), stages[1]]
+    assert not run(make("gpipe", 2, 4, batches=3), wrong, *given[1:]).check.passed
+
+
+class Grown(nn.Module):
+    """A layer whose gradient is wrong in a worker's thread."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return Grow.apply(self.layer(x), 1.01)

@@ -329,3 +329,15 @@ def test_a_buffer_in_two_layers_goes_with_both(tmp_path):
             found = by_layer(trainer.weights, balance)
         assert expected is None or found.keys() == expected
         expected = found.keys()
+
+
+def test_an_untied_checkpoint_is_refused_by_a_tied_model(tmp_path):
+    apart = layers()
+    apart[-1] = nn.Linear(8, 8).double()
+    schedule = make("gpipe", 2, 4)
+    with Trainer(schedule, split(apart, [4, 4]), F.mse_loss, adamw, check=False) as trainer:
+        list(trainer.fit(batches(1)))
+        trainer.save(tmp_path / "c")
+    for balance in ([4, 4], [3, 5]):
+        with pytest.raises(ValueError, match=r"is tied to another in the model, and they"):
+            Trainer(schedule, split(layers(), balance), F.mse_loss, adamw, resume=tmp_path / "c")
