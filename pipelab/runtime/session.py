@@ -220,13 +220,7 @@ class Session(AbstractContextManager):
     # ---- a part of the table
 
     def run(
-        self,
-        segment: Segment,
-        batches: Any,
-        *,
-        check: bool | str,
-        save: Path | None = None,
-        **fields: Any,
+        self, segment: Segment, batches: Any, *, check: Any, save: Path | None = None, **fields: Any
     ) -> Run:
         """Carry the segment out, and judge it.
 

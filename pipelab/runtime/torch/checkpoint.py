@@ -226,6 +226,12 @@ def states_for(
             )
         )
     states = {s: state.completed(stages[s]) for s, state in states.items()}
+    _check_states(folder, stages, states)
+    return states
+
+
+def _check_states(folder: Path, stages: Sequence[nn.Module], states: dict[int, StageState]) -> None:
+    """ValueError where one of the states does not fit its stage."""
     tied: dict[int, Tensor] = {}
     for s, state in states.items():
         for name, p in stages[s].named_parameters():
@@ -255,7 +261,6 @@ def states_for(
                     f"buffer {name} of stage {s} is in {folder}, and the model has no place for "
                     "it: give the same model"
                 )
-    return states
 
 
 def _digest(path: Path) -> str:

@@ -49,8 +49,7 @@ def judge(
     saved          by stage, what a checkpoint holds of it, if one was written
     reference      makes one: in float64 (True), or as the run computes (False)
     divided        whether a forward depends on how the batch is cut: so is the truth's then
-    roomy          whether the outputs of a batch have room
-    by_microbatches  whether that is wanted, and the verdict says so
+    roomy          whether a batch's outputs have room; by_microbatches: whether those are wanted
     seed           of the random numbers that forwards draw
     draws          whether they are known to draw some; else the first piece shows it
     quick          make do with the run's precision for the truth too
@@ -60,8 +59,8 @@ def judge(
     rule, reading = _reading_of_part(segment, replicas)
     own = reference(False)
     pieces_from = partial(_pieces, segment, batches, reading, replicas, own)
-    drawing = seed is not None and (draws or own.draws(next(pieces_from(seed))))
     first, stream = next(pieces_from(seed)), pieces_from(seed)
+    drawing = seed is not None and (draws or own.draws(first))
     # [2] two references: as precise as can be, and as the run computes
     truth, narrowed = _most_precise(reference, quick, first)
     may_be_whole = _may_be_whole(table, rule, len(reading[0]))
