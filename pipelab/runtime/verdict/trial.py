@@ -120,8 +120,8 @@ class Trial:
         if undivided and begins and not self.coarse:
             own_gradients.clear()  # here is most in memory: another truth's gradients
             cut_up = self._compare_cut(gradients, pieces)
-        elif self.joins and begins and self.narrowed <= EPS_32:
-            self._compare_joined_loss(losses, pieces)
+        elif self.joins and begins and self.narrowed <= EPS_32 and not own.traces:
+            self._compare_joined_loss(losses, pieces)  # by the same forwards once more
         self.compare_losses(pieces, own_losses, losses, cut_up)
 
     def _compare_gradient(
