@@ -393,6 +393,7 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
             draws=False,
             ties=[],
             start={},
+            names={},
         )
         return job.rank
 
