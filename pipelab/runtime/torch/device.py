@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pipelab.runtime.stage import Device
 from pipelab.runtime.torch.ledger import TorchLedger
@@ -230,3 +233,16 @@ def walk(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def check_modes() -> None:
+    """ValueError inside what torch does in this thread alone, where no worker would be."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    found = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    if torch._C._autograd._top_saved_tensors_default_hooks(False):
+        found.append("saved_tensors_hooks")
+    if found:
+        raise ValueError(
+            f"the call is inside `with {found[-1]}`, which torch applies in this thread alone and "
+            "not in the workers': leave it, or enter it in the stages' forward"
+        )

@@ -1,7 +1,6 @@
-"""What a caller has set in torch, and the processes and threads of a run have to get.
+"""The settings of torch that a run's processes take over from the caller's.
 
-Most of it is a process's. What is a thread's alone is given to the workers by their device, such as
-the default device, or refused.
+What torch keeps for each thread is the devices' business.
 """
 
 import sys
@@ -12,9 +11,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 backends: Any = torch.backends  # some of it is made while torch runs
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # (get, set)
@@ -96,16 +92,3 @@ def _value(get: Callable[[], Any]) -> Any:
     with suppress(RuntimeError):  # where the older and the newer way to say it were mixed
         return get()
     return None
-
-
-def check_modes() -> None:
-    """ValueError inside what torch does in this thread alone, where no worker would be."""
-    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    found = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
-    if torch._C._autograd._top_saved_tensors_default_hooks(False):
-        found.append("saved_tensors_hooks")
-    if found:
-        raise ValueError(
-            f"the call is inside `with {found[-1]}`, which torch applies in this thread alone and "
-            "not in the workers': leave it, or enter it in the stages' forward"
-        )
