@@ -12,7 +12,7 @@ import numpy as np
 
 from pipelab.runtime.batches import Trees, samples_of
 from pipelab.runtime.options import Options
-from pipelab.runtime.verdict.views import AT_ONCE, Lazy, equal, library, on_host, wide
+from pipelab.runtime.verdict.views import AT_ONCE, Lazy, library, on_host, wide
 
 Arrays = dict[str, Lazy]  # by "NAME of stage S"
 Losses = list[tuple[float, float]]  # (mean, count)
@@ -307,12 +307,7 @@ class Reference:
         weights = self._of(piece)
         copies = [self.arithmetic.place(s, of_stage) for s, of_stage in enumerate(weights)]
         self.arithmetic.compute(copies, piece, 1.0)
-        same = (
-            equal(self._lazy(of_stage[name]), self._lazy(copied[name]))
-            for of_stage, copied in zip(weights, copies, strict=True)
-            for name in copied
-        )
-        self.traces = before.differs() or not all(same)
+        self.traces = before.differs() or any(map(self.arithmetic.wrote, weights, copies))
         before.restore()
         return self.traces
 
@@ -376,8 +371,9 @@ class Reference:
                 now.restore()
             self.arithmetic.release()
             # The first forward may have written into none, such as an embedding with a max_norm.
-            pairs = ((self.history[s][v], copies) for (s, v), copies in self._placed.items())
-            self.traces = self.traces or any(self.arithmetic.wrote(*pair) for pair in pairs)
+            if not (jitter or self.traces):
+                pairs = ((self.history[s][v], copies) for (s, v), copies in self._placed.items())
+                self.traces = any(self.arithmetic.wrote(*pair) for pair in pairs)
             if self.traces:  # what was written stays
                 for (s, v), copies in self._placed.items():
                     self.history[s][v] = copies

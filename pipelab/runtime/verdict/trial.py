@@ -27,6 +27,7 @@ from pipelab.runtime.verdict.views import (
 
 Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
 CUT = "the undivided batch's gradient"
+NEAR = 2.0**5 * EPS_32  # what rounding alone leads to in single precision, as a share of a tensor
 COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
 
 
@@ -96,28 +97,30 @@ class Trial:
             undivided = None
         run = own.arrays([step.gradients for step in steps])
         # Where forwards leave traces, the truth has to make them all.
-        agrees = not own.traces and self._agree(run, own_gradients, own_losses)
         # What counts nothing, such as a batch of padding, says nothing of the truth.
         judged = any(count for _, count in self.counted)
-        if agrees and judged and not (undivided and self.coarse):
+        may_agree = judged and not own.traces and not (undivided and self.coarse)
+        if may_agree and self._agree(run, own_gradients, own_losses):
             if undivided:
                 self._compare_whole_loss(own_losses, pieces, undivided)
             self._count(own_losses)
             return
         losses, gradients = self.truth.gradients([undivided] if undivided else pieces)
         again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
+        near = True  # whether our own computing, in micro-batches, is as near as rounding allows
         for name, expected in gradients.items():
             # A second opinion is off by the coarsest rounding that there is anywhere inside.
             size = max(compute.eps[name], self.narrowed, compute.mixed)
-            self._compare_gradient(
+            visible = self._compare_gradient(
                 t, name, run[name], expected, own_gradients[name], again(name, size)
             )
+            near = near and (visible or 0.0) <= self.found.check.tolerance * NEAR
         if undivided and self.coarse:
             self._compare_narrowed_cut(gradients, own_gradients, pieces)
         # A Trainer looks at its first batch only, of the many that it checks.
         begins = not judged and not (self.first and own.options.endless)
         cut_up: Losses = []
-        if undivided and begins and not self.coarse:
+        if undivided and begins and not (self.coarse or near):
             own_gradients.clear()  # here is most in memory: another truth's gradients
             cut_up = self._compare_cut(gradients, pieces)
         elif self.joins and begins and self.narrowed <= EPS_32 and not own.traces:
@@ -126,10 +129,11 @@ class Trial:
 
     def _compare_gradient(
         self, t: int, name: str, run: Lazy, truth: Lazy, own: Lazy, again: Iterable[Lazy] = ()
-    ) -> None:
+    ) -> float | None:
         label, eps = f"the gradient of {name} in update {t}", self.own.arithmetic.eps[name]
         visible = self.found.add(label, run, truth, rounding(eps), own, again)
         self.found.visible[0].extend([] if visible is None else [visible])
+        return visible
 
     def _compare_cut(self, whole: Arrays, pieces: Sequence[Piece]) -> Losses:
         """The batch's gradient, `whole` and in micro-batches; returns the losses of these.
@@ -180,8 +184,12 @@ class Trial:
         """
         first, own = len(self.counted), self.own
         if len(exact) < len(pieces):
-            (whole, count), exact = exact[0], cut_up or self.truth.losses(pieces)
-            if not self.coarse and count:
+            (whole, count), fine = exact[0], not self.coarse
+            if fine and not cut_up and self._as_reported(near) and self._is_mean(near, whole):
+                self._count(near)  # as after the first update
+                return
+            exact = cut_up or self.truth.losses(pieces)
+            if fine and count:
                 self._compare_cut_loss(whole, exact, pieces)
         size = max(own.arithmetic.coarsest, self.narrowed)
         again = opinions(lambda draw: [mean for mean, _ in own.losses(pieces, Jitter(draw, size))])
@@ -203,12 +211,21 @@ class Trial:
 
     def _agree(self, run: Arrays, own: Arrays, losses: Losses) -> bool:
         """Whether the run's losses and gradients are our own, but for rounding a number once."""
-        compute = self.own.arithmetic
-        pairs = zip(self._reported(len(losses)), losses, strict=True)
+        eps = self.own.arithmetic.eps
+        return self._as_reported(losses) and all(agree(run[n], own[n], eps[n]) for n in own)
+
+    def _as_reported(self, losses: Losses) -> bool:
+        eps, reported = self.own.arithmetic.eps_of_loss, self._reported(len(losses))
         return all(
-            not count or abs(got - mean) <= compute.eps_of_loss * abs(mean)
-            for got, (mean, count) in pairs
-        ) and all(agree(run[name], own[name], compute.eps[name]) for name in own)
+            not count or abs(got - mean) <= eps * abs(mean)
+            for got, (mean, count) in zip(reported, losses, strict=True)
+        )
+
+    def _is_mean(self, losses: Losses, whole: float) -> bool:
+        """Whether they make up the batch's loss as precisely as single precision shows."""
+        (mean,), own = mean_losses(losses, 1), self.own.arithmetic.eps_of_loss
+        near = abs(whole - mean) <= self.found.check.tolerance * EPS_32 * abs(mean)
+        return near and bool(np.isfinite(whole)) and own <= EPS_32
 
     def _compare_joined_loss(self, losses: Losses, pieces: Sequence[Piece]) -> None:
         """The loss of all outputs together, and the mean of the micro-batches', by the truth."""
@@ -231,9 +248,8 @@ class Trial:
     ) -> None:
         """The same, by the truth only where our own does not show that they are equal."""
         own, truth = self.own, self.truth
-        [(whole, _)], (mean,) = own.losses([undivided], Jitter(1, 0.0)), mean_losses(losses, 1)
-        far = abs(whole - mean) > self.found.check.tolerance * EPS_32 * abs(mean)
-        if far or not np.isfinite(whole) or own.arithmetic.eps_of_loss > EPS_32:
+        [(whole, _)] = own.losses([undivided], Jitter(1, 0.0))
+        if not self._is_mean(losses, whole):
             [(whole, count)] = truth.losses([undivided])
             if count:
                 self._compare_cut_loss(whole, truth.losses(pieces), pieces)
@@ -251,12 +267,13 @@ class Trial:
         gradients = own.arrays([step.gradients for step in steps])
         run = own.arrays([step.weights for step in steps])
         for name, expected in after.items():
-            if t > self.first and equal(run[name], expected):
+            same = equal(run[name], expected)
+            if t > self.first and same:
                 continue  # no more than the first update's could be said of it
             floor = _of_step(own.arithmetic.eps.get(name, 0.0), expected, gradients.get(name))
-            label = f"weight {name} after update {t}"
-            steps_of = _changed(run[name], before[name]), _changed(expected, before[name])
-            visible = self.found.add(label, *steps_of, floor)
+            step = _changed(expected, before[name])
+            run_step = step if same else _changed(run[name], before[name])
+            visible = self.found.add(f"weight {name} after update {t}", run_step, step, floor)
             self.found.visible[1].extend([visible] if visible else [])
 
     def go_on(self, version: int, steps: Sequence[Step], ahead: Reading) -> None:
