@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
+from operator import add
 from statistics import fmean
 from typing import Any
 
@@ -20,7 +21,8 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
 
     The first batch, which warms up, is left out where there are more (`Timeline.warmed_up`).
 
-    Seconds: the mean over a stage's forwards, backwards, updates. `overhead` is the mean time that
+    Seconds: the mean over a stage's forwards, backwards, updates. Those that overlap count only for
+    `together`, unless a stage has no others. `overhead` is the mean time that
     an action lost between the one before it and its own start, though its input was there. A full
     backward is split evenly into input and weight gradient, since it was measured as one.
     `transfer` is one number: the mean time on the way of inputs that were waited for, plus what
@@ -62,8 +64,10 @@ def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
 
     def scaled(factor: float) -> Costs:
         found: dict[str, Any] = {"overhead": factor * mean_costs.overhead}
-        for name in (*PASSES, "update", "transfer"):
+        for name in (*PASSES, "update", "transfer", "together"):
             seconds = getattr(mean_costs, name)
+            if seconds is None:
+                continue
             several = isinstance(seconds, tuple)
             found[name] = [factor * x for x in seconds] if several else factor * seconds
         return replace(mean_costs, **found)
@@ -90,6 +94,8 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
     s, warm, link = timeline.schedule, timeline.warm, links(timeline.schedule)
     duration, delay, wait, fed = timeline.parts()
     took: dict[Any, list[float]] = defaultdict(list)  # by kind and stage
+    paired: dict[Any, list[float]] = defaultdict(list)  # the same, of those that overlap
+    together: dict[int, list[float]] = defaultdict(list)  # by stage
     on_way: dict[Any, list[float]] = defaultdict(list)  # by link, and whether it was waited for
     lost_ready: list[float] = []  # before a start whose input was there already
     lost_fed: list[float] = []  # before one that had waited for it
@@ -97,7 +103,12 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
     for i, (stage, kind, _) in enumerate(s.actions):
         if not warm[i]:
             continue
-        took[kind, stage].append(duration[i])
+        overlaps = i in s.joined or i + 1 in s.joined
+        (paired if overlaps else took)[kind, stage].append(duration[i])
+        if i in s.joined:
+            start, end = timeline.start[i - 1 : i + 1], timeline.end[i - 1 : i + 1]
+            for one in (stage, s.actions[i - 1].stage):
+                together[one].append(max(end) - min(start))
         if i in crossing:
             on_way[link[i], fed[i]].append(delay[i])
         # First actions wait for no action, and an update may wait for other stages' gradients:
@@ -108,7 +119,8 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
     extra = max(_mean(lost_fed) - lost, 0.0)
 
     def seconds(kind: Kind) -> list[float]:
-        return [_mean(took[kind, stage]) for stage in range(s.stages)]
+        keys = [(kind, stage) for stage in range(s.stages)]
+        return [_mean(took[key] or paired[key]) for key in keys]
 
     def transfer(of_links: Iterable[int]) -> float:
         late, early = ([x for n in of_links for x in on_way[n, f]] for f in (True, False))
@@ -119,10 +131,14 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
         [b / 2 or half for b, half in zip(whole, seconds(kind), strict=True)]
         for kind in (Kind.I, Kind.W)
     )
+    forward = seconds(Kind.F)
+    alone = map(add, forward, map(add, input_grad, weight_grad))
+    both = [_mean(together[stage]) or whole for stage, whole in enumerate(alone)]
     return Costs(
-        forward=seconds(Kind.F),
+        forward=forward,
         input_grad=input_grad,
         weight_grad=weight_grad,
+        together=both if together else None,
         transfer=[transfer([n]) for n in every] if each_link else transfer(every),
         update=seconds(Kind.U),
         overhead=lost,

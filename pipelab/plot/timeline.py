@@ -185,17 +185,22 @@ def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour], names: list[s
     for d in range(t.schedule.devices):
         idle(ax, top + d, t.makespan)
     boxes, widths, scale = [], [], points_per_unit(ax)
-    longest = 0.68 * max(map(len, names))
-    for span, name, colour in zip(spans(t), names, colours, strict=True):
+    longest, joined = 0.68 * max(map(len, names)), t.schedule.joined
+    for i, (span, name, colour) in enumerate(zip(spans(t), names, colours, strict=True)):
         row, kind, points = top + span.device, span.action.kind, (span.end - span.start) * scale
         low, high = row - LANE / 2, row + LANE / 2
+        if i + 1 in joined:  # two that overlap have half the lane each
+            high = row
+        elif i in joined:
+            low = row
         a, b = span.start, span.end
         boxes.append([(a, low), (a, high), (b, high), (b, low)])
         if kind <= Kind.W:
             widths.append(points)
             # Names wherever there is room for the longest one.
             if (size := min(FONT, points / longest)) >= SMALLEST:
-                style.label(ax, (a + b) / 2, row, name, size, colour, va="center_baseline")
+                middle = (low + high) / 2
+                style.label(ax, (a + b) / 2, middle, name, size, colour, va="center_baseline")
         elif kind is Kind.U and points < 2:
             instant(ax, row, b, style.KINDS[kind])
     edge = min(0.6, median(widths) / 5)  # broad edges wash thin boxes out

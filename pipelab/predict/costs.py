@@ -41,7 +41,15 @@ class CostError(ValueError):
 Values = float | Sequence[float]
 PASSES = ("forward", "input_grad", "weight_grad")  # seconds of a micro-batch in a stage
 # What a device's stages divide among them.
-OF_DEVICE = (*PASSES, "update", "weights", "optimizer", "activations", "weight_activations")
+OF_DEVICE = (
+    *PASSES,
+    "together",
+    "update",
+    "weights",
+    "optimizer",
+    "activations",
+    "weight_activations",
+)
 ONE_PER = {"transfer": "link", "speed": "device"}  # of the others that may be lists, one per stage
 
 
@@ -71,6 +79,8 @@ class Costs:
         boundary: bytes of a stage's input per micro-batch (stage 0: the data): what is received,
             and what is kept when the forward is recomputed
         recompute: when the forward runs again before its backward
+        together: seconds of a forward and a backward that overlap, both together (default: as long
+            as one after the other); for two stages' the mean
     """
 
     forward: Values = 1.0
@@ -87,13 +97,13 @@ class Costs:
     weight_activations: Values | None = None
     boundary: Values = 0.0
     recompute: Recompute | str = Recompute.NEVER
+    together: Values | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", Recompute(self.recompute))
         for field in fields(self):
             value = getattr(self, field.name)
-            as_activations = field.name == "weight_activations" and value is None
-            if field.name != "recompute" and not as_activations:
+            if field.name != "recompute" and (value is not None or field.default is not None):
                 object.__setattr__(self, field.name, _checked(field.name, value))
 
     def of(self, name: str, count: int) -> list[float]:
@@ -105,6 +115,8 @@ class Costs:
         [1.0, 2.0]
         """
         value = getattr(self, name)
+        if value is None and name == "together":
+            return [sum(times) for times in zip(*(self.of(x, count) for x in PASSES), strict=True)]
         if value is None:
             return self.of("activations", count)
         if not isinstance(value, tuple):

@@ -85,10 +85,25 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
         for recomputed in (False, True)
     )
     recomputed = costs.recomputed(schedule.total, schedule.microbatches)
-    return [
+    seconds = [
         (again if recomputed[number] else once)[kind][stage]
         for stage, kind, number in schedule.actions
     ]
+    if schedule.joined:
+        saved = _saved(costs, schedule.placement)
+        for i in schedule.joined:
+            f, b = schedule.actions[i - 1 : i + 1]
+            both = seconds[i - 1] + seconds[i] - (saved[f.stage] + saved[b.stage]) / 2
+            seconds[i - 1] = seconds[i] = both
+    return seconds
+
+
+def _saved(costs: Costs, placement: Sequence[int]) -> list[float]:
+    """Seconds that a forward and a backward of each stage save where they overlap."""
+    n, speed = len(placement), costs.of("speed", max(placement) + 1)
+    alone = zip(*(costs.of(name, n) for name in PASSES), strict=True)
+    together = costs.of("together", n)
+    return [(sum(a) - t) / speed[d] for a, t, d in zip(alone, together, placement, strict=True)]
 
 
 def waits(schedule: Schedule, costs: Costs) -> list[float]:

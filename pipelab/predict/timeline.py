@@ -83,10 +83,12 @@ class Timeline:
     @cached_property
     def busy(self) -> list[float]:
         """Compute seconds of each device (F, B, I, W and U)."""
-        seconds = [0.0] * self.schedule.devices
-        for span in self.spans:
+        seconds, joined = [0.0] * self.schedule.devices, self.schedule.joined
+        for i, span in enumerate(self.spans):
             if span.action.kind <= Kind.U:
-                seconds[span.device] += span.end - span.start
+                # What overlaps counts once.
+                start = max(span.start, self.end[i - 1]) if i in joined else span.start
+                seconds[span.device] += max(span.end - start, 0.0)
         return seconds
 
     @property

@@ -1,6 +1,7 @@
 """The account of a device's memory: what is kept from forwards for their backwards."""
 
 from collections.abc import Hashable
+from threading import Lock
 
 
 class Ledger:
@@ -12,28 +13,32 @@ class Ledger:
 
     def __init__(self) -> None:
         self.held = self.most = 0
-        self._holders: dict[int, int] = {}  # block of memory -> how many keys hold it
+        # block of memory -> how many keys hold it, and its bytes as the first one counted them
+        self._holders: dict[int, tuple[int, int]] = {}
         self._blocks: dict[Hashable, dict[int, int]] = {}  # key -> its blocks and their bytes
+        self._lock = Lock()  # a forward and a backward may overlap
 
     def hold(self, key: Hashable, blocks: dict[int, int]) -> None:
         """Count blocks of memory, {address: bytes}, for `key`, which has to keep them alive."""
-        mine = self._blocks.setdefault(key, {})
-        for block, size in blocks.items():
-            # Views share a block: it is counted by the first who holds it.
-            if block not in mine:
-                mine[block] = size
-                others = self._holders.get(block, 0)
-                self._holders[block] = others + 1
-                if not others:
-                    self.held += size
-        self.most = max(self.most, self.held)
+        with self._lock:
+            mine = self._blocks.setdefault(key, {})
+            for block, size in blocks.items():
+                # Views share a block: it is counted by the first who holds it.
+                if block not in mine:
+                    mine[block] = size
+                    others, size = self._holders.get(block, (0, size))
+                    self._holders[block] = others + 1, size
+                    if not others:
+                        self.held += size
+            self.most = max(self.most, self.held)
 
     def drop(self, key: Hashable) -> None:
         """`key` holds nothing any more."""
-        for block, size in self._blocks.pop(key, {}).items():
-            # A block is free when the last of those who hold it lets go.
-            others = self._holders.pop(block) - 1
-            if others:
-                self._holders[block] = others
-            else:
-                self.held -= size
+        with self._lock:
+            for block in self._blocks.pop(key, {}):
+                # A block is free when the last of those who hold it lets go.
+                holders, size = self._holders.pop(block)
+                if holders > 1:
+                    self._holders[block] = holders - 1, size
+                else:
+                    self.held -= size

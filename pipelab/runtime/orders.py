@@ -40,6 +40,7 @@ class Order:
     """What the worker of a rank is to do next.
 
     actions       of its row
+    overlapped    those of them that overlap with the one before
     microbatches  by stage and number, those that are new to it
     later         by stage, the versions that are read after these micro-batches: they are kept
     unit          what counts are divided by where they weigh gradients, on the last stage: about
@@ -56,6 +57,7 @@ class Order:
     """
 
     actions: Sequence[Action] = ()
+    overlapped: Collection[Action] = ()
     microbatches: Mapping[int, Mapping[int, MicroBatch]] = field(default_factory=dict)
     later: Sequence[Collection[int]] = ()
     unit: int = 1

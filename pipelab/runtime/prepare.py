@@ -80,7 +80,8 @@ class Segment:
         """The table, numbered through the training."""
         rows = [self.done.moved(row) for row in self.table.rows]
         later = self.later or self.later_in_table()
-        return Workload(rows, self.version, later, self.table.microbatches)
+        overlapped = frozenset(self.done.moved(self.table.overlapped))
+        return Workload(rows, overlapped, self.version, later, self.table.microbatches)
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
@@ -170,13 +171,14 @@ def unit_of(data: Data, pieces: int) -> int:
 class Workload(NamedTuple):
     """What ranks do next of a training, numbered through it.
 
-    rows     actions
+    rows     actions; `overlapped`: those that overlap with the one before
     version  (stage, micro-batch) -> the weight version that it reads
     later    per stage, the versions that data after these read
     pieces   micro-batches of each batch, which may be fewer than the numbers that it has
     """
 
     rows: Sequence[Sequence[Action]]
+    overlapped: Collection[Action]
     version: Callable[[int, int], int]
     later: Sequence[Collection[int]]
     pieces: int

@@ -350,6 +350,7 @@ class Session(AbstractContextManager):
         orders = [
             Order(
                 actions=work.rows[row],
+                overlapped=work.overlapped,
                 microbatches=microbatches_of(
                     schedule, work, data, row, replica=replica, options=options
                 ),

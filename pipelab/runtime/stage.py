@@ -34,6 +34,14 @@ class Device:
         """A mark of this moment in the device's work."""
         return time.perf_counter()
 
+    def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Start work that overlaps with what follows; returns what waits for its result.
+
+        Here it is done at once.
+        """
+        result = work()
+        return lambda: result
+
     def finish(self) -> None:
         """Wait for all work so far."""
 

@@ -7,8 +7,10 @@ its worker does next: a part of the row, whose actions are numbered through the 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pipelab.runtime.orders import NO_BYTES, Bytes, Order, Outcome, Record, Update
@@ -46,6 +48,7 @@ def told(error: BaseException) -> str:
 # What an action takes of another stage, so many further on; W and U take none.
 TAKES = {Kind.F: (-1, "output"), Kind.B: (1, "gradient"), Kind.I: (1, "gradient")}
 NOTHING = 0, ""
+NO_ACTION = 0, None
 KINDS = len(Kind)
 
 
@@ -124,8 +127,8 @@ class Worker:
     def work(self, order: Order) -> Outcome:
         """Carry an order out."""
         self.begin(order)
-        for _ in order.actions:
-            self.step()
+        while self.step():
+            pass
         outcome = self.outcome()
         outcome.unsaved = self.job.after(order, self.stages, self.transport)
         for stage in self.stages.values():
@@ -137,7 +140,7 @@ class Worker:
         self.order, self.paces, self.record = order, order.paces, Record()
         for s, stage in self.stages.items():
             stage.begin(s, order)
-        self._next = enumerate(order.actions)
+        self._next: Iterator[Any] = enumerate(order.actions)
         self._kept = {s: stage.held() for s, stage in self.stages.items()} if order.report else {}
         self.record.at_start = self._bytes = _sum(self._kept.values())
 
@@ -182,38 +185,62 @@ class Worker:
             outcome.states = {s: stage.resume_state() for s, stage in stages.items()}
         return outcome
 
-    def step(self) -> None:
-        """Do the next action of the order. RunError where it fails, with its cause."""
-        (i, action), record, ledger = next(self._next), self.record, self.device.ledger
-        stage, received = self.stages[action.stage], None
+    def step(self) -> bool:
+        """Do the next action of the order, and the one that overlaps with it, if there is one.
+
+        Returns False where all has been done. RunError where an action fails, with its cause.
+        """
+        i, action = next(self._next, NO_ACTION)
+        if action is None:
+            return False
+        actions, ledger = [action], self.device.ledger
+        following = self.order.actions[i + 1 : i + 2]
+        if following and following[0] in self.order.overlapped:
+            actions.append(next(self._next)[1])
         if self.progress:
             self.progress(self.job.mark(action))
+        # [1] receive what they need
+        inputs = [self._receive(i + k, each) for k, each in enumerate(actions)]
+        # [2] do them
+        # In a paced run not before it is due; nothing starts after the run has ended.
+        due = self.began + self.clock - time.perf_counter() if self.paces else 0
+        self.transport.sleep(due)
+        ledger.most = ledger.held
+        *first, last = (
+            partial(self._compute, each, received)
+            for each, (received, _) in zip(actions, inputs, strict=True)
+        )
+        waiting = [self.device.beside(compute) for compute in first]
         try:
-            # [1] receive what the action needs
-            received, arrived = self._receive(i, action)
-            # [2] do it
-            # In a paced run not before it is due; nothing starts after the run has ended.
-            due = self.began + self.clock - time.perf_counter() if self.paces else 0
-            self.transport.sleep(due)
-            ledger.most = ledger.held
-            start = self.device.now()
-            output = _carried_out(action, stage, received)
-            record.late += self._take_time(i)
-            end = self.device.now()
+            done = last()
+        finally:  # nothing goes on behind an error
+            others = [wait() for wait in waiting]
+        self.record.late += self._take_time(i)
+        for each, (received, arrived), (output, start, end) in zip(
+            actions, inputs, [*others, done], strict=True
+        ):
             # After the mark of its end: what the check keeps is not the action's time.
-            stage.snapshot()
-            # [3] send what it makes
-            self._send(action, output)
-            if action.kind in (Kind.B, Kind.W):
-                self._end_backwards(action, stage)
-        except Aborted:
-            raise
-        # A SystemExit would end this thread without a word, and the others would wait.
-        except (Exception, SystemExit) as error:
-            raise self._failure(action, received, error) from error
-        # [4] note what happened
-        if not self.order.report:
-            return
+            end = self.device.now() if self.paces else end
+            with self._failing(each, received):
+                self.stages[each.stage].snapshot()
+                # [3] send what it makes
+                self._send(each, output)
+                if each.kind in (Kind.B, Kind.W):
+                    self._end_backwards(each, self.stages[each.stage])
+            # [4] note what happened
+            if self.order.report:
+                self._note(each, received, arrived, start, end)
+        return True
+
+    def _compute(self, action: Action, received: Any) -> tuple[Any, Any, Any]:
+        """The output of an action, and marks of its start and end."""
+        start = self.device.now()
+        with self._failing(action, received):
+            output = _carried_out(action, self.stages[action.stage], received)
+        return output, start, self.device.now()
+
+    def _note(self, action: Action, received: Any, arrived: float, start: Any, end: Any) -> None:
+        record, ledger, stage = self.record, self.device.ledger, self.stages[action.stage]
         # A forward changes activations alone, which the ledger counts.
         if action.kind is not Kind.F:
             self._kept[action.stage] = stage.held()
@@ -227,6 +254,17 @@ class Worker:
         record.kept.append(self._bytes)
         record.versions.append(stage.versions_held)
 
+    @contextmanager
+    def _failing(self, action: Action, received: Any = None) -> Iterator[None]:
+        """A context whose errors are the action's."""
+        try:
+            yield
+        except (Aborted, RunError):
+            raise
+        # A SystemExit would end this thread without a word, and the others would wait.
+        except (Exception, SystemExit) as error:
+            raise self._failure(action, received, error) from error
+
     def _failure(self, action: Action, received: Any, error: BaseException) -> RunError:
         message = f"{self.job.where}, action {action}: {told(error)}"
         # What an update received are its partners' news, and a message that was lost is to blame
@@ -238,6 +276,10 @@ class Worker:
 
     def _receive(self, i: int, action: Action) -> tuple[Any, float]:
         """The input of action i and, where it comes from another device, when it was there."""
+        with self._failing(action):
+            return self._received(i, action)
+
+    def _received(self, i: int, action: Action) -> tuple[Any, float]:
         # An update waits for news, all others for the output of one action at most.
         stage, kind, microbatch = action
         if kind is Kind.U and stage in self.job.partners:

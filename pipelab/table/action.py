@@ -32,8 +32,8 @@ WORDS = {
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # below a billion
 _TEXT = re.compile(f"{_NUMBER}({'|'.join(Kind.__members__)}){_NUMBER}")
-# In torch's tables: a forward and a backward in one cell, and what is no action of ours.
-_OVERLAPPED = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
+# Two actions in one cell, ours and torch's; and what in torch's tables is no action of ours.
+_OVERLAPPED = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B|([^+]*)\+([^+]*)")
 _WITHOUT_WORK = re.compile(r"\.?|\d+(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_SEND_?[FB]?)\d*")
 
 
@@ -88,17 +88,19 @@ class Action(NamedTuple):
 def parse_cell(text: str) -> list[Action]:
     """The actions of a cell in a file, ours or torch's.
 
-    A forward and a backward that torch overlaps are two, one after the other, as torch's runtime
-    carries them out. A cell in which FSDP gathers or shares out weights, or that waits for a send,
-    has none.
+    A forward and a backward that overlap are two. A cell in which FSDP gathers or shares out
+    weights, or that waits for a send, has none.
 
     >>> [str(action) for action in parse_cell("(0F7;7B3)OVERLAP_F_B")], parse_cell("0UNSHARD")
     (['0F7', '7B3'], [])
+    >>> parse_cell("0F7+7B3") == parse_cell("(0F7;7B3)OVERLAP_F_B")
+    True
     """
     if _WITHOUT_WORK.fullmatch(text):
         return []
     both = _OVERLAPPED.fullmatch(text)
-    return [Action.parse(part.strip()) for part in (both.groups() if both else (text,))]
+    parts = both.groups() if both else (text,)
+    return [Action.parse(part.strip()) for part in parts if part is not None]
 
 
 def F(stage: int, microbatch: int) -> Action:

@@ -1,7 +1,13 @@
 """A schedule: a table of actions with everything that follows from it."""
 
 from pipelab.table.text import draw_grid, parse_table, write_csv, write_grid, write_torch_csv
-from pipelab.table.transform import forward_only, part, with_transfers, without_transfers
+from pipelab.table.transform import (
+    forward_only,
+    overlap,
+    part,
+    with_transfers,
+    without_transfers,
+)
 from pipelab.table.versions import VersionedTable
 
 
@@ -20,6 +26,7 @@ class Schedule(VersionedTable):
     # Other tables made of this one.
     part = part
     forward_only = forward_only
+    overlap = overlap
     with_transfers = with_transfers
     without_transfers = without_transfers
 
@@ -33,7 +40,7 @@ class Schedule(VersionedTable):
     def from_csv(cls, text: str, name: str = "csv") -> "Schedule":
         """Read `to_csv`, or bare rows: an empty cell is idle; a table without updates gets them.
 
-        torch's overlapped cells are read as a forward, then a backward.
+        torch's overlapped cells are read too.
         """
         return cls(**parse_table(text, name, ","))
 

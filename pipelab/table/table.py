@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from pipelab.table.action import Action, Kind, Reads, ScheduleError, check_counts
@@ -41,6 +41,7 @@ class Table:
     batches        how many batches the table trains on
     per_update     micro-batches per optimizer update (default: a whole batch)
     reads          the rule that says which weight version a forward reads
+    overlapped     backwards that overlap with the forward before them in their row (0F3+2B1)
     versions_read  only of a `part` whose forwards reach back before it: as `Schedule.versions`
 
     The constructor checks types, ranges and placement; `pipelab.validate` checks that the table is
@@ -54,6 +55,7 @@ class Table:
     batches: int = 1
     per_update: int = 0
     reads: Reads = Reads.LATEST
+    overlapped: frozenset[Action] = frozenset()
     versions_read: dict[tuple[int, int], int] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +77,7 @@ class Table:
             "batches": batches,
             "per_update": per_update,
             "reads": Reads(self.reads),
+            "overlapped": frozenset(self.overlapped),
         }
         for key, value in found.items():
             object.__setattr__(self, key, value)  # the dataclass is frozen
@@ -85,6 +88,7 @@ class Table:
             )
         for d, row in enumerate(rows):
             self._check_row(d, row)
+            self._check_overlapped(d, row)
         if self.total > max(self.bounds[-1], 1):
             raise ScheduleError(
                 f"{self.total} micro-batches for a table of {self.bounds[-1]} actions: each needs "
@@ -109,6 +113,15 @@ class Table:
             else:
                 why = f"number {microbatch} is not in 0 to {limit - 1}"
             raise ScheduleError(f"row {d}, cell {i}, {action}: {why}")
+
+    def _check_overlapped(self, d: int, row: Sequence[Action]) -> None:
+        for i, (one, other) in enumerate(pairwise([None, *row])):
+            pair = one and (one.kind, other.kind) == (Kind.F, Kind.B)  # type: ignore[union-attr]
+            if other in self.overlapped and not pair:
+                raise ScheduleError(
+                    f"row {d}, cell {i}: {other} overlaps with {one or 'nothing'} before it: put a "
+                    "forward there, and overlap a backward B with it"
+                )
 
     # ---- sizes
 
@@ -196,10 +209,16 @@ class Table:
         return takers
 
     @cached_property
+    def joined(self) -> set[int]:
+        """Where the actions stand that overlap with the one before in their row."""
+        return {self.position[action] for action in self.overlapped}
+
+    @cached_property
     def before(self) -> list[int | None]:
-        """For each action, where the one before it in its row stands, or None."""
-        firsts = set(self.bounds)
-        return [None if i in firsts else i - 1 for i in range(self.bounds[-1])]
+        """For each action, where the last one stands that its row ends before it; or None."""
+        firsts, joined = set(self.bounds), self.joined
+        lasts = (i - 2 if i in joined else i - 1 for i in range(self.bounds[-1]))
+        return [None if i - (i in joined) in firsts else last for i, last in enumerate(lasts)]
 
     @cached_property
     def needs(self) -> list[int | None]:
@@ -226,7 +245,8 @@ class Table:
 
     def walk(self, duration: Sequence[float], delay: Sequence[float]) -> Walk:
         """When each action runs if all start as early as they can, see `earliest`."""
-        return earliest(self.bounds, self.needs, self.device_of, duration, delay)
+        joined = self.joined
+        return earliest(self.bounds, self.needs, self.device_of, duration, delay, joined)
 
     def unit_times(self) -> Walk:
         """`walk` with one unit of time per action and no time per transfer."""

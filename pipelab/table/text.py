@@ -47,6 +47,8 @@ def draw_grid(table: VersionedTable, mark: Iterable[int] = ()) -> str:
         for i, a in enumerate(row, table.bounds[d]):
             cells += ["."] * (int(start[i]) - len(cells))
             cells.append(f">{a}<" if i in marked else str(a))
+            if i in table.joined:
+                cells[-2:] = ["+".join(cells[-2:])]
         lines.append(cells)
     length = max(map(len, lines))
     width = max((len(cell) for cells in lines for cell in cells), default=1)
@@ -80,12 +82,16 @@ def write_torch_csv(table: VersionedTable) -> str:
         raise ScheduleError(
             f"torch's tables hold one batch, this one has {table.batches}: build it with batches=1"
         )
-    return _csv_rows(table, COMPUTE - {Kind.U})
+    rows = _csv_rows(table, COMPUTE - {Kind.U})
+    return re.sub(r"(\w+)\+(\w+)", r"(\1;\2)OVERLAP_F_B", rows)
 
 
 def _csv_rows(table: VersionedTable, kinds: Iterable[Kind] = Kind) -> str:
-    lines = (",".join(str(a) for a in row if a.kind in kinds) for row in table.rows)
-    return "\n".join(lines) + "\n"
+    lines = (
+        "".join(f"{'+' if a in table.overlapped else ','}{a}" for a in row if a.kind in kinds)
+        for row in table.rows
+    )
+    return "\n".join(line.removeprefix(",") for line in lines) + "\n"
 
 
 def _header(table: VersionedTable) -> str:
@@ -119,7 +125,8 @@ def parse_table(text: str, name: str, separator: str | None) -> dict[str, Any]:
     if any(line.strip() for line in lines[count:]):
         raise ScheduleError(f"header: devices={devices}, but there are more rows")
     lines = (lines + [""] * count)[:count]
-    rows = [_read_row(r, line.split(separator)) for r, line in enumerate(lines)]
+    overlapped: set[Action] = set()
+    rows = [_read_row(r, line.split(separator), overlapped) for r, line in enumerate(lines)]
     cells = [a for row in rows for a in row]
     if not cells:
         raise ScheduleError("the table is empty: write one line of actions per device")
@@ -129,7 +136,8 @@ def parse_table(text: str, name: str, separator: str | None) -> dict[str, Any]:
         rows = insert_updates(rows, fields.get("per_update", microbatches))
     if "placement" not in fields:
         fields["placement"] = placement_of(rows)
-    return {"name": name} | fields | {"rows": rows, "microbatches": microbatches}
+    found = {"rows": rows, "microbatches": microbatches, "overlapped": overlapped}
+    return {"name": name} | fields | found
 
 
 def _read_header(line: str) -> dict[str, Any]:
@@ -144,11 +152,15 @@ def _read_header(line: str) -> dict[str, Any]:
     return fields
 
 
-def _read_row(r: int, cells: Sequence[str]) -> list[Action]:
+def _read_row(r: int, cells: Sequence[str], overlapped: set[Action]) -> list[Action]:
     row: list[Action] = []
     for c, cell in enumerate(map(str.strip, cells)):
         try:
-            row += parse_cell(cell)
+            found = parse_cell(cell)
         except ScheduleError as error:
             raise ScheduleError(f"row {r}, cell {c}: {error}") from None
+        # A backward of the forward beside it comes after it, as in torch's runtime.
+        if len(found) == 2 and found[0] != found[1]._replace(kind=Kind.F):
+            overlapped.add(found[1])
+        row += found
     return row

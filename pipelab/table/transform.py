@@ -1,6 +1,7 @@
 """Tables made of a table: fewer or more batches, forwards alone, transfers written out or not."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeVar
 
 from pipelab.table.action import COMPUTE, Action, Kind, Reads, ScheduleError
@@ -36,7 +37,9 @@ def part(table: AnyTable, first: int, last: int) -> AnyTable:
             if begin <= number * size < end:
                 cells.append(Action(stage, kind, number - ahead))
         rows.append(cells)
-    cut = replace(table, rows=rows, batches=last - first, versions_read=None)
+    overlapped = _still_overlapped(table, begin, end)
+    batches = last - first
+    cut = replace(table, rows=rows, batches=batches, overlapped=overlapped, versions_read=None)
     read = {
         (stage, k - begin): version - updated
         for (stage, k), version in table.versions.items()
@@ -54,7 +57,24 @@ def fewer(table: AnyTable, microbatches: int) -> AnyTable:
         [action for action in row if action.kind is Kind.U or action.microbatch < microbatches]
         for row in table.rows
     ]
-    return replace(table, rows=rows, microbatches=microbatches, per_update=microbatches)
+    overlapped = _still_overlapped(table, 0, microbatches)
+    return replace(
+        table,
+        rows=rows,
+        microbatches=microbatches,
+        per_update=microbatches,
+        overlapped=overlapped,
+    )
+
+
+def _still_overlapped(table: VersionedTable, begin: int, end: int) -> frozenset[Action]:
+    """Those that overlap with a forward where only these micro-batches are left, from 0 on."""
+    kept = range(begin, end)
+    return frozenset(
+        (b := table.actions[i])._replace(microbatch=b.microbatch - begin)
+        for i in table.joined
+        if table.actions[i].microbatch in kept and table.actions[i - 1].microbatch in kept
+    )
 
 
 def repeat(table: AnyTable, batches: int) -> AnyTable:
@@ -69,14 +89,32 @@ def repeat(table: AnyTable, batches: int) -> AnyTable:
         ]
         for row in table.rows
     ]
-    return replace(table, rows=rows, batches=batches)
+    overlapped = frozenset(
+        a._replace(microbatch=a.microbatch + batch * table.microbatches)
+        for batch in range(batches)
+        for a in table.overlapped
+    )
+    return replace(table, rows=rows, batches=batches, overlapped=overlapped)
+
+
+def overlap(table: AnyTable) -> AnyTable:
+    """The same table, every forward of which overlaps with a backward B right behind it.
+
+    But for the backward of the same forward, which has to wait for it.
+    """
+    pairs = (pair for row in table.rows for pair in pairwise(row))
+    found = frozenset(
+        b for f, b in pairs if (f.kind, b.kind) == (Kind.F, Kind.B) and f != b._replace(kind=Kind.F)
+    )
+    return replace(table, overlapped=found)
 
 
 def forward_only(table: AnyTable) -> AnyTable:
     """The table with nothing but its forwards: what evaluation runs."""
     kept = (Kind.F, Kind.SEND_F, Kind.RECV_F)
     rows = [[action for action in row if action.kind in kept] for row in table.rows]
-    return replace(table, rows=rows, reads=Reads.LATEST, versions_read=None)
+    nothing = frozenset[Action]()
+    return replace(table, rows=rows, reads=Reads.LATEST, overlapped=nothing, versions_read=None)
 
 
 def with_transfers(table: AnyTable) -> AnyTable:
@@ -98,7 +136,8 @@ def with_transfers(table: AnyTable) -> AnyTable:
     device = table.device_of
     events = []
     for i, action in enumerate(table.actions):
-        events.append(((start[i], 1, *action), device[i], action))
+        first = table.actions[i - 1] if i in table.joined else action  # overlapped: side by side
+        events.append(((start[i], 1, *first, i in table.joined), device[i], action))
     for i in table.crossing:
         source = table.inputs[i]
         assert source is not None
@@ -106,7 +145,7 @@ def with_transfers(table: AnyTable) -> AnyTable:
         send, receive = Kind.SEND_B, Kind.RECV_B
         if taker.kind is Kind.F:
             send, receive = Kind.SEND_F, Kind.RECV_F
-        event = (end[source], 0, maker.stage, send, maker.microbatch)
+        event = (end[source], 0, maker.stage, send, maker.microbatch, False)
         events.append((event, device[source], maker._replace(kind=send)))
         events.append((event, device[i], taker._replace(kind=receive)))
     rows: list[list[Action]] = [[] for _ in table.rows]

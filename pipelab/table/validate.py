@@ -171,6 +171,9 @@ def check_deadlock(schedule: Schedule, head: list[int]) -> None:
     for d, i in enumerate(head):
         if i < schedule.bounds[d + 1]:
             needed = schedule.needs[i]
+            # Of two that overlap, the first may have its input.
+            if needed is None or needed < head[schedule.device_of[needed]]:
+                i, needed = i + 1, schedule.needs[i + 1]
             assert needed is not None, "nothing but an input holds a row"
             holder[d] = schedule.device_of[needed]
             steps[d] = (

@@ -59,7 +59,9 @@ class Endless:
     def workload(self, batch: int, begun: int) -> Workload:
         """A batch, with others before and after it in the pipeline; `begun` as for `orders`."""
         rows, later = self.orders(batch, begun), self.later(batch)
-        return Workload(rows, self.version, later, self.table.microbatches)
+        ahead = Offset.of(self.table, batch - min(batch, self.steady))
+        overlapped = frozenset(ahead.moved(self.table.overlapped))
+        return Workload(rows, overlapped, self.version, later, self.table.microbatches)
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads."""

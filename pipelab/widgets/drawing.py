@@ -60,6 +60,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
 
     there   when the action's input was on its device (-1: it takes none)
     colour  an index into `colours`, pairs of a box's colour and its number's
+    joined  indices of actions that overlap with the one before
     source, taker  indices of actions, or -1: whose output it takes, and which one takes its own
     cause   for which of its input and the action before it in the row it waited: the index of the
             one that came last, BOTH, or -1
@@ -98,6 +99,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
         "summary": t.summary(),
         "makespan": t.makespan,
         "bounds": s.bounds,
+        "joined": sorted(s.joined),
         "digits": len(str(s.total - 1)),
         "colours": colours,
         "columns": COLUMNS,

@@ -119,6 +119,9 @@ function layout(drawing, width) {
   return { items, rows, lane, strip, right, bottom, height: bottom + AXIS + 6, scale, x: (time) => LEFT + time * scale };
 }
 
+// Of its lane, where an action's box begins and how much of it it fills: two that overlap have half of it each.
+const share = (t, i) => (t.joined.includes(i) ? [0.5, 0.5] : t.joined.includes(i + 1) ? [0, 0.5] : [0, 1]);
+
 // The boxes: one path for each colour, however many actions there are, and numbers where they fit.
 function boxes({ rows, lane, right, scale, x }, { letters }, hatch) {
   const paths = new Map(), idle = [], instants = [], texts = [];
@@ -131,14 +134,15 @@ function boxes({ rows, lane, right, scale, x }, { letters }, hatch) {
       rest(t.start[i]);
       free = t.end[i];
       const left = x(t.start[i]), w = (t.end[i] - t.start[i]) * scale, [fill, ink] = t.colours[t.colour[i]];
+      const [from, part] = share(t, i), top = y + from * lane, tall = part * lane;
       if (w < 0.01) {
         instants.push(`M${round(left)} ${y}v${lane}`); // such as an update that takes no time
         continue;
       }
       if (!paths.has(fill)) paths.set(fill, []);
-      paths.get(fill).push(w > 4 ? box(left + 0.5, y, w - 1, lane) : box(left, y, w, lane));
-      const size = letters[t.kind[i]] === "U" ? 0 : Math.min(11, lane * 0.7, (w - 4) / (0.6 * t.digits));
-      if (size >= 7) texts.push(label(left + w / 2, y + lane / 2, t.microbatch[i], `font-size:${round(size)}px;fill:${ink}`));
+      paths.get(fill).push(w > 4 ? box(left + 0.5, top, w - 1, tall) : box(left, top, w, tall));
+      const size = letters[t.kind[i]] === "U" ? 0 : Math.min(11, tall * 0.7, (w - 4) / (0.6 * t.digits));
+      if (size >= 7) texts.push(label(left + w / 2, top + tall / 2, t.microbatch[i], `font-size:${round(size)}px;fill:${ink}`));
     }
     rest(t.makespan);
   }
@@ -289,7 +293,8 @@ function render({ model, el }) {
 
   function outline(t, i, kind) {
     const { y } = rowOf(t, deviceOf(t, i)), w = Math.max((t.end[i] - t.start[i]) * place.scale, 2);
-    return `<rect class="${kind}" x="${round(place.x(t.start[i]))}" y="${y}" width="${round(w)}" height="${place.lane}"/>`;
+    const [from, part] = share(t, i), top = round(y + from * place.lane), tall = round(part * place.lane);
+    return `<rect class="${kind}" x="${round(place.x(t.start[i]))}" y="${top}" width="${round(w)}" height="${tall}"/>`;
   }
 
   function line(t, i, j, kind) {
@@ -315,7 +320,8 @@ function render({ model, el }) {
     const row = place.rows.find((row) => y >= row.y && y < row.y + place.lane + place.strip);
     if (!row || when < 0 || when > row.t.makespan) return chosen;
     const { t, device } = row, timeline = place.items.indexOf(t);
-    const i = lastUpTo(t.start, when, t.bounds[device], t.bounds[device + 1]);
+    const last = lastUpTo(t.start, when, t.bounds[device], t.bounds[device + 1]);
+    const i = t.joined.includes(last) && y < row.y + place.lane / 2 ? last - 1 : last;
     const until = t.end[i] + (t.end[i] > t.start[i] ? 0 : 2 / place.scale); // an instant is met within two pixels
     return i < t.bounds[device] || when > until ? { timeline, i: i + 1, idle: device } : { timeline, i };
   }

@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from pipelab import Costs, Kind, Schedule, ScheduleError, make, memory, run, simulate, validate
 from pipelab.optimize.order import memory_used
 from pipelab.predict.theory import THEORY
+from pipelab.table.action import Action
 from pipelab.table.placement import v_placement
 from tests.conftest import V, examples, thorough
 from tests.runtime.test_run import SGD
@@ -189,7 +191,9 @@ def test_dualpipe_v_is_torchs():
     for p in range(1, 6):
         home = (*range(p), *reversed(range(p)))
         for m in range(2 * p, 2 * p + 5):
-            rows, ours = of_torch(ScheduleDualPipeV, p, m), make("dualpipe_v", p, m)
+            rows, ours = of_torch(ScheduleDualPipeV, p, m), make("dualpipe_v", p, m).overlap()
+            # The last device computes its first pair one after the other.
+            ours = replace(ours, overlapped=ours.overlapped - {Action(p, Kind.B, 0)})
             assert "OVERLAP_F_B" in dumped(rows)
             assert Schedule.from_csv(dumped(rows), ours.name) == ours
             full = {r: _add_reduce_grad(_add_unshard_reshard(row), m) for r, row in rows.items()}

@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from threading import RLock
@@ -35,6 +36,7 @@ class CpuDevice(Device):
         # The default device is a thread's: this is made in the caller's, for the worker's.
         default = torch.get_default_device()
         self._default = device if default.type == device.type else default
+        self._second: ThreadPoolExecutor | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -46,6 +48,17 @@ class CpuDevice(Device):
         # one only, long after the weights have changed.
         with torch.autocast(self.device.type, enabled=False, cache_enabled=False), default:
             yield
+
+    def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """In a second thread."""
+
+        def inside() -> Any:
+            with CpuDevice.active(self):
+                return work()
+
+        if self._second is None:
+            self._second = ThreadPoolExecutor(1)
+        return self._second.submit(inside).result
 
     def give(self, payload: Any) -> Any:
         """With the CUDA event (or None) after which the payload is there."""
@@ -103,8 +116,11 @@ class CpuDevice(Device):
 class CudaDevice(CpuDevice):
     """A GPU, or a part of it, with a stream of its own, so that several workers can share it.
 
-    The host runs ahead, so marks of time are events.
+    The host runs ahead, so marks of time are events. Of two that overlap it is asked one after the
+    other: a forward on another stream would write into memory that a backward still reads.
     """
+
+    beside = Device.beside
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         super().__init__(device)
