@@ -188,10 +188,15 @@ class Timeline:
         """
         s, begin = self.schedule, min(self.start)
         parts = Parts([], [], [], [])
-        rows = zip(self.spans, s.inputs, s.before, self.input_arrival(), strict=True)
-        for span, source, before, arrival in rows:
+        arrivals = self.input_arrival()
+        fed = [*arrivals]
+        for i in s.joined:  # two that overlap wait for both inputs
+            fed[i - 1] = fed[i] = max(arrivals[i - 1 : i + 1])
+        for span, source, before, arrived, arrival in zip(
+            self.spans, s.inputs, s.before, arrivals, fed, strict=True
+        ):
             free = begin if before is None else self.end[before]
-            delay = 0.0 if source is None else arrival - self.end[source]
+            delay = 0.0 if source is None else arrived - self.end[source]
             parts.duration.append(max(span.end - span.start, 0.0))
             parts.delay.append(max(delay, 0.0))
             parts.wait.append(max(span.start - max(free, arrival), 0.0))

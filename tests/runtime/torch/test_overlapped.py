@@ -42,7 +42,7 @@ class Meeting(nn.Module):
             self.barrier.wait()
         y = self.linear(x)
         if self.forwards in (1, 2):
-            y.register_hook(lambda _: self.barrier.wait() and None)
+            y.register_hook(lambda _: (self.barrier.wait(), None)[1])
         return y
 
 
