@@ -20,11 +20,12 @@ EXERCISES = {
     # 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3.
     "00-1": predict(
         5,
-        "How many F minus how many B, from the start to each place?",
+        "How many F, minus how many B, from the start of the row to each place?",
         {
-            8: "That is how many there are in all; some are back before others start.",
-            4: "That is after a backward, or of stage 0 alone; what is it just before?",
-            3: "That is stage 2 alone, or micro-batches. The device holds both stages.",
+            8: "That is how many there are in all, but some are freed before others start.",
+            4: "That is right after a backward, or stage 0 alone. What is it before that backward?",
+            3: "Count on: the number still grows. The device holds both stages.",
+            2: "That is stage 2 alone. The device holds both stages.",
         },
     ),
     # One micro-batch through three devices.

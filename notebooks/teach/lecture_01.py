@@ -1,6 +1,7 @@
 """Lecture 1: inter-layer parallelism."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, permutations
 from queue import Queue
@@ -38,41 +39,80 @@ def work(row: Sequence, stage: Any, inputs: Sequence, queues: Any, last: int) ->
 
 
 class Recorder:
-    """A stage, and its own optimizer, that notes what a worker does with it."""
+    """A stage, and its own optimizer, that notes what a worker does with it and what it returns."""
 
     def __init__(self, number: int) -> None:
         self.number, self.optimizer = number, self
         self.done: list[str] = []
+        self.returned: list[str] = []
 
     def forward(self, k: int, x: Any) -> str:
         self.done.append(f"forward({k}, {x})")
-        return f"output {k} of stage {self.number}"
+        return self._returns(f"output {k} of stage {self.number}")
 
     def backward(self, k: int, grad: Any) -> str:
         self.done.append(f"backward({k}, {grad})")
-        return f"gradient {k} of stage {self.number}"
+        return self._returns(f"gradient {k} of stage {self.number}")
+
+    def _returns(self, value: str) -> str:
+        self.returned.append(value)
+        return value
 
     def step(self) -> None:
         self.done.append("step()")
 
 
 class Shelf(Queue):
-    """A queue that gives up soon, whatever it is told."""
+    """A queue that counts what is put into it, and whose `get` gives up soon."""
+
+    count = 0
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self.count += 1
+        super().put(item, block, timeout)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         return super().get(timeout=0.5)
 
 
-def played(worker: Any, schedule: Schedule) -> tuple[list[list[str]], list[str]]:
-    """The calls of each stage by a worker for its row, and what lies in the queues at the end."""
+@dataclass
+class Played:
+    """What a worker did in each row of a schedule."""
+
+    done: list[list[str]]  # by stage, its calls
+    returned: list[list[str]]  # by stage, the results of these calls
+    puts: dict[tuple[int, int], int]  # by queue, how often something was put into it
+    left: list[str]  # what lies in the queues at the end
+
+
+def played(worker: Any, schedule: Schedule) -> Played:
+    """Let a worker carry out every row of a schedule, each in a thread."""
     stages = [Recorder(s) for s in range(schedule.devices)]
     queues = {pair: Shelf() for pair in permutations(range(schedule.devices), 2)}
     inputs = [f"input {k}" for k in range(schedule.microbatches)]
     last = len(stages) - 1
     rows = zip(schedule.rows, stages, strict=True)
     in_threads(partial(worker, row, stage, inputs, queues, last) for row, stage in rows)
-    left = [f"{item}, from {a} to {b}" for (a, b), q in queues.items() for item in q.queue]
-    return [stage.done for stage in stages], left
+    return Played(
+        done=[stage.done for stage in stages],
+        returned=[stage.returned for stage in stages],
+        puts={pair: queue.count for pair, queue in queues.items()},
+        left=[f"{item}, from {a} to {b}" for (a, b), q in queues.items() for item in q.queue],
+    )
+
+
+def missing_put(found: Played, right: Played) -> str:
+    """The first result that a stage computed and should have passed on, but did not; or ""."""
+    for (a, b), wanted in right.puts.items():
+        kind = "output" if a < b else "gradient"
+        made = [value for value in found.returned[a] if value.startswith(kind)]
+        count = found.puts[a, b]
+        if count < min(wanted, len(made)):
+            return (
+                f"a `put` is missing: the worker never puts {made[count]} into queues[{a}, {b}], "
+                f"so stage {b} waits for it."
+            )
+    return ""
 
 
 def interpreter(answer: Any) -> Judged:
@@ -80,16 +120,18 @@ def interpreter(answer: Any) -> Judged:
     if not callable(answer):
         yield f"{answer!r} is not a function."
     for schedule in (make("inter_layer", 2, 1), make("gpipe", 3, 2), make("inter_layer", 1, 2)):
-        (done, left), (right, _) = played(answer, schedule), played(work, schedule)
-        if not any(done):
+        found, right = played(answer, schedule), played(work, schedule)
+        if not any(found.done):
             yield NOT_ATTEMPTED
-        for s, (found, asked) in enumerate(zip(done, right, strict=True)):
-            if found != asked:
-                shown = f"stage {s} was asked for {', '.join(found) or 'nothing'}"
+        if why := missing_put(found, right):
+            yield f"{schedule.name}, {schedule.devices} devices: {why}"
+        for s, (calls, wanted) in enumerate(zip(found.done, right.done, strict=True)):
+            if calls != wanted:
+                shown = f"stage {s} got the calls {', '.join(calls) or 'none'}"
                 row = " ".join(map(str, schedule.rows[s]))
-                yield f"row {row}: {shown}; right is {', '.join(asked)}."
-        if left:
-            yield f"{schedule.name}: nobody takes {left[0]}."
+                yield f"row {row}: {shown}; right is {', '.join(wanted)}."
+        if found.left:
+            yield f"{schedule.name}: no stage takes {found.left[0]}, out of its queue."
     return ": it carries out any table with a stage on each device."
 
 

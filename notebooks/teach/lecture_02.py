@@ -1,5 +1,6 @@
 """Lecture 2: GPipe."""
 
+from copy import deepcopy
 from functools import partial
 from queue import Queue
 from typing import Any
@@ -126,38 +127,61 @@ def uneven_gradient(answer: Any) -> Judged:
         random = torch.Generator().manual_seed(samples)
         x, y = torch.randn(2, samples, 3, generator=random)
         model = torch.nn.Linear(3, 3)
-        shares = [len(part) / samples for part in x.chunk(m)]
+        for weight in model.parameters():
+            weight.data = torch.randn(weight.shape, generator=random)
+            weight.grad = torch.ones_like(weight)
+        exact = deepcopy(model).double()
         means = [
-            torch.autograd.grad(mse_loss(model(part), target), [*model.parameters()])
-            for part, target in zip(x.chunk(m), y.chunk(m), strict=True)
+            torch.autograd.grad(mse_loss(exact(part), target), [*exact.parameters()])
+            for part, target in zip(x.double().chunk(m), y.double().chunk(m), strict=True)
         ]
         by_piece = torch.stack([torch.cat([g.flatten() for g in mean]) for mean in means])
-        truth = torch.tensor(shares) @ by_piece
+        shares = torch.tensor([len(part) / samples for part in x.chunk(m)], dtype=torch.float64)
+        truth = shares @ by_piece
         seen: list[int] = []
-        model.weight.grad, model.bias.grad = (torch.ones_like(p) for p in model.parameters())
-        model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
+        model.register_forward_pre_hook(
+            lambda _, given, named, seen=seen: seen.append(
+                [*given, *named.values()][0].shape[:-1].numel()
+            ),
+            with_kwargs=True,
+        )
         found = called(answer, model, x, y, m, where=f"with {samples} samples")
         if found is None:
             yield NOT_ATTEMPTED
         with understood("give one vector: torch.cat of all gradients, each flattened."):
             found = torch.as_tensor(found).detach()
-        if is_close(found, truth, 1e-3):
-            if max(seen, default=0) > len(x.chunk(m)[0]):
-                yield f"right, but {max(seen)} samples pass at once: no micro-batches."
-            continue
         where = f"{samples} samples, m = {m}:"
         if found.shape != truth.shape:
             shapes = (*found.shape,), (*truth.shape,)
             yield "{} a gradient of shape {}, asked: one vector, {}.".format(where, *shapes)
+        if _same_vector(found, truth):
+            if max(seen, default=0) >= samples:
+                yield f"right, but all {samples} samples pass at once: no micro-batches."
+            continue
         likely = {
             "it adds to the gradient that the model has from before.": truth + 1,
             "the gradient is too large: no piece has a weight.": by_piece.sum(dim=0),
-            "all pieces count alike, but they have not as many samples.": by_piece.mean(dim=0),
+            "all pieces count alike, but they do not have the same number of samples.": (
+                by_piece.mean(dim=0)
+            ),
         }
         for hint, slip in likely.items():
-            if is_close(found, slip, 1e-3):
+            if _same_vector(found, slip):
                 yield f"{where} {hint}"
         yield f"{where} it is another gradient. Do the weights of the pieces add up to 1?"
+
+
+def _same_vector(found: Any, right: Any) -> bool:
+    """Whether a vector is the same up to rounding, which is coarser in types such as bfloat16.
+
+    Errors are relative to the largest element: one that is small because large terms cancel in it
+    is rounded as much as these terms.
+    """
+    import torch
+
+    coarse = torch.finfo(found.dtype).eps if found.dtype.is_floating_point else 0.0
+    error = (found.to(right) - right).abs().max()
+    return bool(error <= max(1e-3, 2 * coarse) * right.abs().max())
 
 
 def gpipe_seconds(forward: list, backward: list, m: int) -> float:

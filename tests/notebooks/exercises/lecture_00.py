@@ -7,6 +7,7 @@ ANSWERS = {
             "answer = 8": "how many there are in all",
             "answer = 4": "after a backward",
             "answer = 3": "holds both stages",
+            "answer = 2": "stage 2 alone",
             "answer = 6": "how many B, from the start",
         },
     },

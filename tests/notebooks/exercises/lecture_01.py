@@ -37,7 +37,18 @@ ANSWERS = {
             WORKER.replace("if s < last:", "if (s, s + 1) in queues:"),
         ],
         "wrong": {
-            WORKER.replace("if s > 0", "if s > 1"): "stage 0 was asked for forward(0, input 0);",
+            WORKER.replace("if s > 0", "if s > 1"): (
+                "a `put` is missing: the worker never puts gradient 0 of stage 1 into queues[1, 0]"
+            ),
+            WORKER.replace("queues[s, s + 1].put(y)", "pass"): (
+                "a `put` is missing: the worker never puts output 0 of stage 0 into queues[0, 1]"
+            ),
+            WORKER.replace("if s < last:", "if s < last and k == 0:"): (
+                "never puts output 1 of stage 0 into queues[0, 1], so stage 1 waits for it"
+            ),
+            WORKER.replace("queues[s, s - 1].put(grad)", "queues[s - 1, s].put(grad)"): (
+                "never puts gradient 0 of stage 1 into queues[1, 0]"
+            ),
             WORKER.replace("inputs[k]", "inputs[0]"): "forward(1, input 0)",
             WORKER.replace("stage.optimizer.step()", "pass"): "right is forward(0, input 0), back",
             WORKER.replace("if s > 0:", "if True:"): "it raises KeyError",

@@ -9,6 +9,17 @@ def answer(model, x, y, m):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 """
 SQUARES = "((model(part) - target) ** 2).sum() / y.numel()"
+VECTOR = "torch.cat([p.grad.flatten() for p in model.parameters()])"
+OTHER_VECTORS = (
+    f"{VECTOR}.double()",
+    f"{VECTOR}.half()",
+    f"{VECTOR}.bfloat16()",
+    f"{VECTOR}.numpy()",
+    f"{VECTOR}.numpy().astype('float16')",
+    f"{VECTOR}.tolist()",
+    f"tuple({VECTOR})",
+    f"{VECTOR}.requires_grad_()",
+)
 
 ACT = """
 def answer(me, kind, k):
@@ -64,6 +75,20 @@ ANSWERS = {
     "02-3": {
         "right": [
             UNEVEN.format(loss=SQUARES),
+            *(UNEVEN.format(loss=SQUARES).replace(VECTOR, vector) for vector in OTHER_VECTORS),
+            # Other cuts, and other orders in which rounding differs.
+            UNEVEN.format(loss=SQUARES).replace("chunk(m)", "tensor_split(m)"),
+            UNEVEN.format(loss=SQUARES).replace("chunk(m)", "split(len(x) // m + 1)"),
+            UNEVEN.format(loss=SQUARES).replace("zip(x.chunk(m), y.chunk(m))", "zip(x, y)"),
+            UNEVEN.format(loss=SQUARES).replace(
+                "zip(x.chunk(m), y.chunk(m))", "reversed([*zip(x.chunk(m), y.chunk(m))])"
+            ),
+            UNEVEN.format(loss=SQUARES).replace("model(part)", "model(input=part)"),
+            "def answer(model, x, y, m):\n    model, x, y = model.double(), x.double(), y.double()\n"
+            "    model.zero_grad()\n"
+            "    for a, b in zip(x.chunk(m), y.chunk(m)):\n"
+            "        (len(a) / len(x) * mse_loss(model(a), b)).backward()\n"
+            f"    return {VECTOR}",
             "def answer(model, x, y, m):\n    parts = zip(x.chunk(m), y.chunk(m))\n"
             "    losses = (len(a) / len(x) * mse_loss(model(a), b) for a, b in parts)\n"
             "    found = torch.autograd.grad(sum(losses), [*model.parameters()])\n"
@@ -71,6 +96,12 @@ ANSWERS = {
         ],
         "wrong": {
             "answer = lambda model, x, y, m: gradient(model, x, y, m, 1 / m)": "count alike",
+            "answer = lambda model, x, y, m: gradient(model, x, y, m, 1 / m).bfloat16()": (
+                "count alike"
+            ),
+            "answer = lambda model, x, y, m: 1.01 * gradient(model, x, y, m, 1 / m)": "add up to 1",
+            "answer = lambda model, x, y, m: gradient(model, x, y, m, float('nan'))": "add up to 1",
+            "answer = lambda model, x, y, m: gradient(model, x, y, m, 1)[:, None]": "asked: one vector",
             "answer = lambda model, x, y, m: gradient(model, x, y, m, 1)": "no piece has a weight",
             UNEVEN.format(loss="mse_loss(model(part), target) / len(part)"): "add up to 1",
             "answer = lambda model, x, y, m: model(x)": "asked: one vector",
