@@ -13,7 +13,7 @@ from pipelab import Costs, Schedule, fit, memory, simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.models import small_model
 from pipelab.cli.options import Count, Json, Model, Name, Plot, Positive, Seed, Timeout
-from pipelab.cli.report import GAP, FailedVerdict
+from pipelab.cli.report import GAP, FailedVerdict, gap_text
 from pipelab.optimize.cut import split_layers
 from pipelab.optimize.order import gap
 from pipelab.predict.costs import Values
@@ -105,7 +105,7 @@ def comparison_text(records: Sequence[dict[str, Any]]) -> str:
         if "spread" in found:
             line += " " + "-".join(f"{seconds:.3g}" for seconds in found["spread"]).rjust(14)
         versions = max(found["weight_versions"])
-        line += f"{found['gap']:>8.1%}{versions:>10}{found['staleness']:>11}"
+        line += f"{gap_text(found['gap']):>8}{versions:>10}{found['staleness']:>11}"
         if "check" in found:
             line += "  passed" if found["check"] else "  FAILED"
         lines.append(line)

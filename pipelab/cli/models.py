@@ -52,7 +52,7 @@ def small_model(
     size = 4 * schedule.microbatches * replicas
     loss: Callable
     if model == "mlp":
-        loss, layers = F.mse_loss, mlp(layers=count or 2 * schedule.stages, width=width)
+        loss, layers = F.mse_loss, mlp(layers=count or 2 * schedule.model_stages, width=width)
         if dropout:
             layers = [torch.nn.Sequential(layer, torch.nn.Dropout(dropout)) for layer in layers]
         batches = [tuple(torch.randn(2, size, width)) for _ in range(schedule.batches)]
@@ -60,7 +60,7 @@ def small_model(
         from pipelab.models import data
         from pipelab.models.gpt2 import gpt2, next_token_loss
 
-        loss, blocks = next_token_loss, (count or max(6, schedule.stages + 2)) - 2
+        loss, blocks = next_token_loss, (count or max(6, schedule.model_stages + 2)) - 2
         tokens, length = None, 32
         if model == "gpt2":
             layers = gpt2(vocabulary=1024, length=length, width=64, blocks=blocks, dropout=dropout)
@@ -129,7 +129,7 @@ def into_stages(
 
     counts = balance
     if balance == "uniform":
-        counts = uniform(len(layers), schedule.stages)
+        counts = uniform(len(layers), schedule.model_stages)
     elif isinstance(balance, str):
         if balance == "time" and "RANK" in os.environ:
             raise ValueError(
@@ -142,11 +142,11 @@ def into_stages(
         x, y = (t[:size].to(place) for t in batch)
         effort = {} if balance == "time" else {"repeats": 1, "warm_up": 0}
         measured = profile(own, x, loss=loss, target=y, **effort)
-        counts = split_layers(measured, schedule.stages, balance).balance
-    elif len(counts) != schedule.stages:
+        counts = split_layers(measured, schedule.model_stages, balance).balance
+    elif len(counts) != schedule.model_stages:
         raise ValueError(
             f"--balance {','.join(map(str, counts))} has {len(counts)} stages for the "
-            f"{schedule.stages} of {schedule.name}: give every stage its number of layers"
+            f"{schedule.model_stages} of {schedule.name}: give every stage its number of layers"
         )
     return split(layers, counts)
 
@@ -160,7 +160,7 @@ def jax_model(schedule: Schedule, seed: int) -> tuple[list, list, Callable, Any]
 
     shape = (schedule.batches, 2, 4 * schedule.microbatches, 64)
     data = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-    stages = mlp(stages=schedule.stages, width=64, seed=seed)
+    stages = mlp(stages=schedule.model_stages, width=64, seed=seed)
     batches = [(x, target) for x, target in data]
     return stages, batches, lambda y, target: ((y - target) ** 2).mean(), optax.sgd(0.05)
 

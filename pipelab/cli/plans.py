@@ -22,7 +22,7 @@ from pipelab.cli.options import (
     number_option,
     require,
 )
-from pipelab.cli.report import GAP, show
+from pipelab.cli.report import GAP, gap_text, show
 from pipelab.optimize.cut import METHODS, pipedream, split_layers
 from pipelab.optimize.faults import Faults
 from pipelab.optimize.order import bound, gap, memory_used, search
@@ -339,7 +339,7 @@ def bound_command(
         fits = ("   yes" if each["fits"] else "    no") if limited else ""
         print(
             f"{each['schedule']:<15} {each['makespan']:>9.6g} {each['memory']:>8.4g}{fits}"
-            f" {each['gap']:>7.1%}"
+            f" {gap_text(each['gap']):>7}"
         )
     print("memory: micro-batches whose activations a device keeps at its peak", GAP, sep="\n")
     for why in left_out.values():

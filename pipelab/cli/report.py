@@ -9,8 +9,12 @@ from pipelab.predict.timeline import Timeline
 
 GAP = (
     "gap: how far the time of a batch is above a lower bound for any order, in the same stages and "
-    "memory, with backwards that may be split"
+    "memory, with backwards that may be split; - where no bound is known"
 )
+
+
+def gap_text(gap: float | None) -> str:
+    return "-" if gap is None else f"{gap:.1%}"
 
 
 SIZES = ("devices", "stages", "microbatches", "batches")

@@ -64,6 +64,11 @@ class JaxWing(Wing):
     def __init__(self, schedule: Schedule, stages: Sequence[Any], options: Options) -> None:
         super().__init__(schedule, stages, options)
         options.refuse("replicas", "autocast", "save", "stop", "resume")
+        if schedule.copies > 1:
+            raise ValueError(
+                f"{schedule.name} has {schedule.copies} copies of the model, whose gradients only "
+                "torch stages add up: give torch modules"
+            )
         self.seeded = options.seed is not None
         # Stages are looked at before a launcher is started: nothing is to be cleaned up.
         self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]

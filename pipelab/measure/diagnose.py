@@ -245,5 +245,6 @@ def _of_devices(s: Schedule, costs: Costs) -> Costs:
     sums: dict[str, Any] = {name: [0.0] * s.devices for name in (*PASSES, "update")}
     for name, seconds in sums.items():
         for stage, device in enumerate(s.placement):
-            seconds[device] += costs.of(name, s.stages)[stage]
+            # A micro-batch takes one copy of the model.
+            seconds[device] += costs.of(name, s.stages)[stage] / s.copies
     return replace(costs, **sums)

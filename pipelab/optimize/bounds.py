@@ -117,9 +117,10 @@ def bound(
     return Bound({name: seconds - costs.overhead for name, seconds in by.items()})
 
 
-def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> float:
+def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> float | None:
     """How much longer a batch takes than the bound: of the same stages on the same devices, under
     the memory of the device that needs most in this schedule, with backwards that may be split.
+    None where no bound holds: for actions that overlap, and for several copies of the model.
 
     Without a flush batches overlap: all of them count as one large batch. `timeline` is the
     schedule's simulation, where there is one already.
@@ -128,6 +129,8 @@ def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> f
     >>> round(gap(pipedream_flush(4, 8), Costs()), 3)
     0.222
     """
+    if schedule.overlapped or schedule.copies > 1:
+        return None
     if schedule.batches > 1 and not schedule.asynchronous:
         schedule, timeline = schedule.part(0, 1), None
     makespan = (timeline or simulate(schedule, costs)).makespan

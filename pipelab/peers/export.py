@@ -92,7 +92,7 @@ def export(
 def _check(schedule: Schedule) -> None:
     """ScheduleError or ValueError for a table that torch's runtime does not train as we do."""
     validate(schedule)
-    check_table(schedule, schedule.stages, schedule.batches, training=True)
+    check_table(schedule, schedule.model_stages, schedule.batches, training=True)
     check_placement(schedule.placement, schedule.devices, each=True)
     last = schedule.stages - 1
     order = [k for stage, kind, k in schedule.actions if stage == last and kind is Kind.F]

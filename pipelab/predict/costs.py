@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from pipelab.table.action import check_counts
 from pipelab.table.placement import check_placement, loop_placement
+from pipelab.table.table import Table
 
 
 class Recompute(StrEnum):
@@ -136,6 +137,17 @@ class Costs:
         """Seconds of each link s -> s + 1 (and back): latency plus boundary / bandwidth."""
         latency, size = self.of("transfer", max(stages - 1, 0)), self.of("boundary", stages)
         return [x + bytes_ / self.bandwidth for x, bytes_ in zip(latency, size[1:], strict=True)]
+
+    def of_copies(self, table: Table) -> "Costs":
+        """The same for all copies of a model in a table; one per stage is meant of one copy."""
+        n, found = table.model_stages, dict[str, Any]()
+        for field in fields(self) if table.copies > 1 else ():
+            value = getattr(self, field.name)
+            if field.name == "transfer" and isinstance(value, tuple) and len(value) == n - 1:
+                found[field.name] = ((*value, 0.0) * table.copies)[:-1]
+            elif field.name != "speed" and isinstance(value, tuple) and len(value) == n:
+                found[field.name] = value * table.copies
+        return replace(self, **found)
 
     def split(self, virtual: int) -> "Costs":
         """The same model in `virtual` chunks a device, placed in a loop: see `over`.

@@ -117,6 +117,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     """
     check_type(Timeline, timeline=timeline)
     check_type(Costs, costs=costs)
+    costs = costs.of_copies(timeline.schedule)
     home, steps = timeline.schedule.placement, []
     moments = _moments(timeline)
     for causes in (_constant, _gradients, _versions, _activations, _buffers):
@@ -273,7 +274,12 @@ def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
     >>> memory_used(gpipe(2, 4), Costs()), memory_used(interleaved(2, 4), Costs())
     ([4.0, 4.0], [2.5, 1.5])
     """
-    change = changes(costs, schedule.placement)
+    costs = costs.of_copies(schedule)
+    # A micro-batch takes one copy of the model.
+    change = {
+        kind: [schedule.copies * x for x in of_stages]
+        for kind, of_stages in changes(costs, schedule.placement).items()
+    }
     peaks = []
     for row in schedule.rows:
         steps = (change[a.kind][a.stage] for a in row if a.kind in change)

@@ -26,6 +26,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = Costs() if costs is None else costs
     check_static(schedule)
     check_type(Costs, costs=costs)
+    costs = costs.of_copies(schedule)
     return lay(
         schedule, durations(schedule, costs), delays(schedule, costs), waits(schedule, costs)
     )

@@ -86,7 +86,7 @@ class Segment:
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
         microbatches, updates = self.before_table
-        return self.whole.versions[stage, microbatch - microbatches] + updates
+        return self.whole.read_at(stage, microbatch - microbatches) + updates
 
     def later_in_table(self) -> list[set[int]]:
         """Per stage, the versions made before the end that later batches of the table read."""
@@ -107,8 +107,9 @@ def check_table(schedule: Schedule, stages: int, batches: int, training: bool) -
             "their own",
         ),
         (
-            stages != schedule.stages,
-            f"{stages} modules for the {schedule.stages} stages of {name}: give one per stage",
+            stages != schedule.model_stages,
+            f"{stages} modules for the {schedule.model_stages} stages of {name}: give one per "
+            "stage",
         ),
         (
             batches != schedule.batches,
@@ -194,38 +195,46 @@ def microbatches_of(
     options: Options,
 ) -> dict[int, dict[int, MicroBatch]]:
     """The micro-batches of a row's stages, by number; only the ends of the model read the data."""
-    m, last, count, replicas = table.microbatches, table.stages - 1, work.pieces, options.replicas
+    m, count, replicas = table.microbatches, work.pieces, options.replicas
     every = [b * m + k for b in data.numbers for k in range(count)]
     own = [s for s, d in enumerate(table.placement) if d == row]
     recompute = options.recompute.mask(m, m)
     pieces: Sequence[tuple[Any, Any]] = [(None, None)] * len(every)
-    if reads := not {0, last}.isdisjoint(own):
+    if reads := any(any(table.ends(s)) for s in own):
         pieces = data.pieces(count * replicas, slice(replica * count, (replica + 1) * count))
 
     def microbatch(s: int, k: int, x: Any, y: Any) -> MicroBatch:
         batch, place = divmod(k, m)
         # Data are numbered batch by batch, and in a batch replica by replica.
         piece = (batch * replicas + replica) * m + place
+        first, last = table.ends(s)
         return MicroBatch(
             version=work.version(s, k),
             update=k // table.per_update,
             batch=batch,
             recompute=recompute[place],
-            x=x if s == 0 else None,
-            target=y if s == last else None,
+            x=x if first else None,
+            target=y if last else None,
             samples=samples_of((x, y), data.trees) if reads else 0,
-            seed=None if options.seed is None else (options.seed, s, piece),
+            seed=None if options.seed is None else (options.seed, s % table.model_stages, piece),
         )
 
     pairs = [*zip(every, pieces, strict=True)]
-    return {s: {k: microbatch(s, k, *pair) for k, pair in pairs} for s in own}
+    return {
+        s: {
+            k: microbatch(s, k, *pair)
+            for k, pair in pairs
+            if table.copy_of[k % table.total] == s // table.model_stages
+        }
+        for s in own
+    }
 
 
 def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]]]:
     """By row, the predicted seconds that a paced run is slowed down to; nothing for others."""
     if options.pace is None:
         return []
-    costs = options.costs or Costs(recompute=options.recompute)
+    costs = (options.costs or Costs(recompute=options.recompute)).of_copies(table)
     # What an action loses before it starts is a part of the time that it takes.
     taken = map(add, waits(table, costs), durations(table, costs))
     of_all = [

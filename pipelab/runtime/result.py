@@ -91,10 +91,10 @@ def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -
     by_place = {(o.row, o.replica): o for o in outcomes}
     records = [[by_place[d, r].record for d in range(table.devices)] for r in range(replicas)]
     timelines = [timeline_of(table, of_replica, paced) for of_replica in records]
-    last = table.placement[-1]
-    m, weights = table.microbatches, by_stage(outcomes, "weights")
+    m, n, weights = table.microbatches, table.model_stages, by_stage(outcomes, "weights")
+    last = [table.placement[(copy + 1) * n - 1] for copy in table.copy_of]
     places = [
-        (by_place[last, r], segment.done.microbatches + b * m + k)
+        (by_place[last[b * m + k], r], segment.done.microbatches + b * m + k)
         for b in range(table.batches)
         for r in range(replicas)
         for k in range(m)
@@ -106,7 +106,7 @@ def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -
         timelines[0],
         mean_losses(values, table.batches),
         [mean for mean, _ in values],
-        [weights.get(s, {}) for s in range(table.stages)],
+        [weights.get(s, {}) for s in range(n)],
         [max(record.versions, default=0) for record in records[0]],
         None,
         timelines,

@@ -192,7 +192,7 @@ class Session(AbstractContextManager):
         table = validate(schedule if options.training else schedule.forward_only())
         check_table(table, len(stages), batches, options.training)
         with make.context():
-            self.wing = make(table, stages, options)
+            self.wing = make(table, [*stages] * table.copies, options)
             if options.training:
                 self.wing.check_optimizer()
         self.schedule, self.launcher, self.options = table, self.wing.launcher, self.wing.options
@@ -207,8 +207,9 @@ class Session(AbstractContextManager):
         self.launcher.__enter__()
         ranks = self.launcher.ranks(self.schedule.devices * self.options.replicas)
         self.ranks = [divmod(rank, self.options.replicas) for rank in ranks]
-        home = self.schedule.placement
-        self.reads = not {home[0], home[-1]}.isdisjoint(row for row, _ in self.ranks)
+        table = self.schedule
+        ends = {d for s, d in enumerate(table.placement) if any(table.ends(s))}
+        self.reads = not ends.isdisjoint(row for row, _ in self.ranks)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -287,7 +288,7 @@ class Session(AbstractContextManager):
         check: bool | str,
     ) -> Check:
         began, wing, options = time.perf_counter(), self.wing, self.options
-        states = [start[s] for s in sorted(start)]
+        states = [start[s] for s in sorted(start)][: segment.table.model_stages]
         # The steps that the run keeps for the check are in memory by now.
         room = wing.free() - wing.needed(0)
         whole, largest = self._kept_of_batch(segment.table, outcomes)
@@ -296,8 +297,12 @@ class Session(AbstractContextManager):
                 segment,
                 data,
                 result,
-                [steps_of(segment.table, outcomes, r) for r in range(self.options.replicas)],
-                wing.saved(save) if save else (),
+                [
+                    steps_of(segment.table, outcomes, replica, copy)
+                    for replica in range(self.options.replicas)
+                    for copy in range(segment.table.copies)
+                ],
+                wing.saved(save)[: segment.table.model_stages] if save else (),
                 lambda wide: Reference(
                     wing.arithmetic(wide, segment.done.updates, states),
                     options,
@@ -417,7 +422,9 @@ class Session(AbstractContextManager):
             raise
 
 
-def steps_of(table: Schedule, outcomes: Sequence[Outcome], replica: int) -> list[Sequence[Step]]:
-    """Per stage, what every update of one replica did; empty where another rank has it."""
-    found = by_stage(outcomes, "steps", replica)
-    return [found.get(s, []) for s in range(table.stages)]
+def steps_of(
+    table: Schedule, outcomes: Sequence[Outcome], replica: int, copy: int
+) -> list[Sequence[Step]]:
+    """Per stage, what every update of one replica's copy did; empty where another rank has it."""
+    found, n = by_stage(outcomes, "steps", replica), table.model_stages
+    return [found.get(s, []) for s in range(copy * n, (copy + 1) * n)]

@@ -286,10 +286,10 @@ class Worker:
             return self._collect_news(action), math.nan
         step, name = TAKES.get(kind, NOTHING)
         source = stage + step
-        if not step or self._home(source) is None:  # its own data, or what I has left
+        if not step or self._home(stage, source) is None:  # its own data, or what I has left
             return None, math.nan
         payload, at = self.transport.receive((source, name, microbatch, stage), self.job.row)
-        if self._home(source) == self.job.row:
+        if self._home(stage, source) == self.job.row:
             return payload, math.nan
         if self.paces:  # the message says when it was sent; this device has it a delay later
             at += self.paces[i][1]
@@ -302,17 +302,18 @@ class Worker:
         stage, kind, microbatch = action
         step, name = TAKES.get(kind, NOTHING)
         to = stage - step
-        target = self._home(to)
+        target = self._home(stage, to)
         if step and target is not None:
             payload = output if target == self.job.row else self.device.give(output)
             # The paced clock travels along: the receiver adds the delay to it.
             at = self.clock if self.paces else time.perf_counter() - self.began
             self.transport.send((stage, name, microbatch, to), target, Message(payload, at))
 
-    def _home(self, stage: int) -> int | None:
-        """The row of a stage; None if there is no such one."""
-        placement = self.job.schedule.placement
-        return placement[stage] if 0 <= stage < len(placement) else None
+    def _home(self, stage: int, other: int) -> int | None:
+        """The row of another stage of the same copy of the model; None if there is no such one."""
+        table = self.job.schedule
+        alike = stage // table.model_stages == other // table.model_stages
+        return table.placement[other] if alike else None
 
     def _end_backwards(self, action: Action, stage: Stage) -> None:
         """After the last backward of an update: add up over replicas, and tell partners.

@@ -4,7 +4,7 @@ A new one is imported here and listed in SCHEDULES. `rows` makes schedules of wh
 function yields.
 
 >>> sorted(SCHEDULES)[:4]
-['dualpipe_v', 'eager_1f1b', 'gpipe', 'inter_layer']
+['chimera', 'dualpipe', 'dualpipe_v', 'eager_1f1b']
 >>> make("gpipe", devices=4, microbatches=8).peak_in_flight
 [8, 8, 8, 8]
 """
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from pipelab.schedules.chimera import chimera
+from pipelab.schedules.dualpipe import dualpipe
 from pipelab.schedules.dualpipe_v import dualpipe_v
 from pipelab.schedules.eager_1f1b import eager_1f1b
 from pipelab.schedules.gpipe import gpipe
@@ -34,6 +36,8 @@ from pipelab.table.schedule import Schedule
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     function.__name__: function
     for function in (
+        chimera,
+        dualpipe,
         dualpipe_v,
         eager_1f1b,
         gpipe,
@@ -143,7 +147,7 @@ def make_for(
         own = costs.over(make(name, devices, 1, **(options | {"memory": None})).placement)
         return make(name, devices, microbatches, costs=own, **options), own
     schedule = make(name, devices, microbatches, **options)
-    return schedule, costs.over(schedule.placement)
+    return schedule, costs.over(schedule.placement[: schedule.model_stages])
 
 
 def make_all(

@@ -27,12 +27,12 @@ def dualpipe_v(devices: int, microbatches: int) -> Rows:
     """
     made_for = max(microbatches, 2 * devices)
     for device in range(devices):
-        row = _row(device, devices, made_for)
+        row = row_of(device, devices, made_for)
         present = [action for action in row if action.microbatch < microbatches]
         yield [*present, U(device), U(2 * devices - device - 1)]
 
 
-def _row(device: int, devices: int, microbatches: int) -> list[Action]:
+def row_of(device: int, devices: int, microbatches: int) -> list[Action]:
     """A device's row for one batch of at least 2 p micro-batches, without updates."""
     p, later = devices, devices - device - 1
     first, second = device, 2 * p - device - 1  # its stages

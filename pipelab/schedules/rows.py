@@ -14,7 +14,7 @@ Rows = Iterator[list[Action]]  # of a device each
 
 
 def generated(
-    per_update: int = 0, reads: Reads = Reads.LATEST
+    per_update: int = 0, reads: Reads = Reads.LATEST, copies: int = 1
 ) -> Callable[[Callable[..., Rows]], Callable[..., Schedule]]:
     """Decorator of a function that yields rows: the same function then returns their `Schedule`.
 
@@ -40,7 +40,7 @@ def generated(
             sizes = dict(zip(given.arguments, check_counts(**given.arguments), strict=True))
             repeats = 1 if "batches" in own.parameters else sizes.pop("batches")
             made = [*rows(**sizes)]
-            numbers = sizes["microbatches"], sizes.get("batches", 1), per_update, reads
+            numbers = sizes["microbatches"], sizes.get("batches", 1), per_update, reads, copies
             return repeat(Schedule(rows.__name__, made, placement_of(made), *numbers), repeats)
 
         schedule.__signature__ = public  # type: ignore[attr-defined]

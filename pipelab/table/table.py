@@ -41,6 +41,8 @@ class Table:
     batches        how many batches the table trains on
     per_update     micro-batches per optimizer update (default: a whole batch)
     reads          the rule that says which weight version a forward reads
+    copies         of a model with n stages: stage s + n is a copy of stage s, and gets the sum of
+                   both gradients; a micro-batch takes the stages of one copy
     overlapped     backwards that overlap with the forward before them in their row (0F3+2B1)
     versions_read  only of a `part` whose forwards reach back before it: as `Schedule.versions`
 
@@ -55,6 +57,7 @@ class Table:
     batches: int = 1
     per_update: int = 0
     reads: Reads = Reads.LATEST
+    copies: int = 1
     overlapped: frozenset[Action] = frozenset()
     versions_read: dict[tuple[int, int], int] | None = field(default=None, hash=False)
 
@@ -65,10 +68,11 @@ class Table:
         rows = tuple(map(tuple, self.rows))
         if not rows:
             raise ScheduleError("a schedule needs at least one device (row)")
-        microbatches, batches, per_update = check_counts(
+        microbatches, batches, per_update, copies = check_counts(
             microbatches=self.microbatches,
             batches=self.batches,
             per_update=self.per_update or self.microbatches,
+            copies=self.copies,
         )
         found: dict[str, Any] = {
             "rows": rows,
@@ -77,10 +81,13 @@ class Table:
             "batches": batches,
             "per_update": per_update,
             "reads": Reads(self.reads),
+            "copies": copies,
             "overlapped": frozenset(self.overlapped),
         }
         for key, value in found.items():
             object.__setattr__(self, key, value)  # the dataclass is frozen
+        if self.stages % copies:
+            raise ScheduleError(f"copies={copies} of a model do not make up {self.stages} stages")
         if self.total % per_update:
             raise ScheduleError(
                 f"per_update={per_update} does not divide the {self.total} micro-batches of the "
@@ -132,6 +139,27 @@ class Table:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    @property
+    def model_stages(self) -> int:
+        """Stages of one copy of the model."""
+        return self.stages // self.copies
+
+    def ends(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage is the first, and the last, of its copy of the model."""
+        place = stage % self.model_stages
+        return place == 0, place == self.model_stages - 1
+
+    def copies_of(self, stage: int) -> list[int]:
+        """All copies of a stage, itself among them; nothing if the model has one copy."""
+        n = self.model_stages
+        return [*range(stage % n, self.stages, n)] if self.copies > 1 else []
+
+    @cached_property
+    def copy_of(self) -> list[int]:
+        """Which copy of the model each micro-batch takes: that of its first forward there."""
+        found = {a.microbatch: a.stage for a in reversed(self.actions) if a.kind is Kind.F}
+        return [found.get(k, 0) // self.model_stages for k in range(self.total)]
 
     @property
     def total(self) -> int:

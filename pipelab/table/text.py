@@ -27,6 +27,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "batches": int,
     "per_update": int,
     "reads": Reads.__getitem__,
+    "copies": int,
     "placement": lambda text: tuple(map(int, text.split())),
 }
 
@@ -78,6 +79,11 @@ def write_torch_csv(table: VersionedTable) -> str:
             f"{table.name} updates without a flush; torch would train it as a flush: export a "
             "flush schedule"
         )
+    if table.copies > 1:
+        raise ScheduleError(
+            f"{table.name} has {table.copies} copies of the model, and torch's tables one: export "
+            "a schedule with one"
+        )
     if table.batches > 1:
         raise ScheduleError(
             f"torch's tables hold one batch, this one has {table.batches}: build it with batches=1"
@@ -95,7 +101,7 @@ def _csv_rows(table: VersionedTable, kinds: Iterable[Kind] = Kind) -> str:
 
 
 def _header(table: VersionedTable) -> str:
-    fields = {key: getattr(table, key) for key in KEYS}
+    fields = {key: getattr(table, key) for key in KEYS if key != "copies" or table.copies > 1}
     fields["reads"] = table.reads.name
     fields["placement"] = " ".join(map(str, table.placement))
     return "# " + " ".join(f"{key}={value}" for key, value in fields.items())

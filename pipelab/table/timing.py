@@ -42,9 +42,8 @@ def earliest(
     """Start every action as soon as its row and its input allow; linear in the table.
 
     All arguments are flat over the table, rows from bounds[d] to bounds[d + 1]. Action i needs the
-    output of needs[i], which arrives delay[i] after that one's end; None: it needs no output. Two
-    actions that need each other start together (rendezvous). The joined ones overlap with the one
-    before in their row: both start when both inputs are there, and end together.
+    output of needs[i], which arrives delay[i] after that one's end, or none. Two that need each
+    other start together (rendezvous). A joined one overlaps with the one before it in its row.
     """
     count = len(needs)
     start, end = [0.0] * count, [-1.0] * count  # an end below 0: it has not run
@@ -79,20 +78,18 @@ def earliest(
                     waiter[source] = d
                     break
             # [5] One that overlaps with the next waits for that one's input, too.
-            last = i
-            if joined and i + 1 in joined:
-                last, source = i + 1, needs[i + 1]
-                if source is not None:
-                    if end[source] < 0:
-                        waiter[source] = d
-                        break
-                    now = max(now, end[source] + delay[last])
+            last = i + (i + 1 in joined)
+            if last > i and (source := needs[last]) is not None:
+                if end[source] < 0:
+                    waiter[source] = d
+                    break
+                now = max(now, end[source] + delay[last])
             # [6] The action runs, or both, and wakes the row that waits for its output.
             begin, now = now, now + max(duration[i], duration[last])
-            for j in (i, last) if last > i else (i,):
-                start[j], end[j] = begin, now
-                if j in waiter:
-                    ready.append(waiter[j])
-            i = last + 1
+            for i in range(i, last + 1):  # noqa: B020
+                start[i], end[i] = begin, now
+                if i in waiter:
+                    ready.append(waiter[i])
+            i += 1
         clock[d], head[d] = now, i
     return Walk(start, end, head)

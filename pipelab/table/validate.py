@@ -73,6 +73,9 @@ def _check_complete(schedule: Schedule) -> None:
         _fail(schedule, f"{first} is missing on device {device}{more}: add it")
     if extra:  # what is neither missing nor a transfer
         half = min(extra)
+        if half.kind is Kind.F:
+            problem = f"micro-batch {half.microbatch} takes two copies of the model: remove one"
+            _fail(schedule, problem, [at[half]])
         _fail(
             schedule,
             f"stage {half.stage} has a full backward B and also I or W for micro-batch "
@@ -85,8 +88,11 @@ def _required(schedule: Schedule) -> Iterator[tuple[int, Kind, int]]:
     """The actions of a complete table; a backward is B, or where it stands split, I and W."""
     at, home, training = schedule.position, schedule.placement, schedule.training
     f, b, i, w, u, send_f, recv_f, send_b, recv_b = Kind
-    micro_batches = range(schedule.total)
+    taken: list[list[int]] = [[] for _ in range(schedule.copies)]
+    for k, copy in enumerate(schedule.copy_of):
+        taken[copy].append(k)
     for stage in range(schedule.stages):
+        micro_batches = taken[stage // schedule.model_stages]
         yield from ((stage, f, k) for k in micro_batches)
         for k in micro_batches:
             split = (stage, i, k) in at or (stage, w, k) in at
@@ -99,8 +105,8 @@ def _required(schedule: Schedule) -> Iterator[tuple[int, Kind, int]]:
             yield from ((stage, u, number) for number in range(schedule.updates))
     if schedule.has_transfers:
         for stage in range(schedule.stages - 1):
-            if home[stage] != home[stage + 1]:
-                for k in micro_batches:
+            if home[stage] != home[stage + 1] and not schedule.ends(stage)[1]:
+                for k in taken[stage // schedule.model_stages]:
                     yield from ((stage, send_f, k), (stage + 1, recv_f, k))
                     if training:
                         yield from ((stage + 1, send_b, k), (stage, recv_b, k))

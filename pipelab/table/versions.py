@@ -48,6 +48,11 @@ class VersionedTable(Table):
             return {(stage, k): self.latest.get((0, k), 0) for stage, k in self.latest}
         return {(stage, k): max(k // self.microbatches - 1, 0) for stage, k in self.latest}
 
+    def read_at(self, stage: int, microbatch: int) -> int:
+        """The version that a micro-batch reads of a stage, or of the copy of it that it takes."""
+        n = self.model_stages
+        return self.versions[self.copy_of[microbatch] * n + stage % n, microbatch]
+
     def spans(
         self,
         start: Sequence[float],

@@ -68,7 +68,7 @@ class Endless:
         batch = microbatch // self.table.microbatches
         before = Offset.of(self.table, max(0, batch - self.steady))
         k = microbatch - before.microbatches
-        return self.table.versions[stage, k] + before.updates
+        return self.table.read_at(stage, k) + before.updates
 
     def later(self, batch: int) -> list[set[int]]:
         """Per stage, the versions that batches after this one read, as far as they may be there."""
@@ -115,13 +115,13 @@ class Endless:
         return max(0, *waits, *last)
 
     def _goes_on(self) -> bool:
-        b, m, versions = self.steady, self.table.microbatches, self.table.versions
+        b, m, read = self.steady, self.table.microbatches, self.table.read_at
         pairs = zip(self.orders(b, 0), self.orders(b - 1, 0), strict=True)
         return (
             all(cuts == sorted(cuts) for cuts in self.cuts)
             and all(new == Offset.of(self.table, 1).moved(old) for new, old in pairs)
             and all(
-                versions[s, k] + self.updates == versions[s, k + m]
+                read(s, k) + self.updates == read(s, k + m)
                 for s in range(self.table.stages)
                 for k in range((b - 1) * m, b * m)
             )

@@ -271,7 +271,7 @@ class Trainer(AbstractContextManager):
         with self._whole():
             self._empty()
             found = by_stage(self._ask("weights", report=True), "weights")
-            return [found.get(s, {}) for s in range(self._endless.table.stages)]
+            return [found.get(s, {}) for s in range(self._endless.table.model_stages)]
 
     # ---- batches
 

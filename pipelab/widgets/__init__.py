@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 WIDGETS = {"Explorer": "pipelab.widgets.explorer"}
-SHARES: dict[str, tuple[str, Callable[..., float]]] = {}
+SHARES: dict[str, tuple[str, Callable[..., float | None]]] = {}
 
 
 def __getattr__(name: str) -> Any:

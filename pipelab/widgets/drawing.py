@@ -12,7 +12,9 @@ from pipelab.predict.timeline import Timeline, scale_of
 from pipelab.table.action import COMPUTE, Kind
 from pipelab.widgets import SHARES
 
-Shown = tuple[Timeline, Memory, dict[str, float]]  # with the shares that rooms above tell of it
+Shown = tuple[
+    Timeline, Memory, dict[str, float | None]
+]  # with the shares that rooms above tell of it
 BOTH = -2  # as a cause: the input and the action before came at the same time
 HINTS = {
     "makespan": "from the first start to the last end",
@@ -131,7 +133,7 @@ def _packed(rows: Iterable[Iterable[float]]) -> str:
 
 
 def _numbers(
-    t: Timeline, m: Memory, shares: dict[str, float], peak: list[float], shown: list[str]
+    t: Timeline, m: Memory, shares: dict[str, float | None], peak: list[float], shown: list[str]
 ) -> dict[str, str]:
     """The table beside the picture: label -> text, last what the fullest device's memory holds."""
     texts = [*map(_bytes, peak)]  # alike but for rounding is alike
@@ -144,7 +146,7 @@ def _numbers(
         "bubble of total": f"{t.bubble.of_total:.1%}",
         "bubble over ideal": f"{t.bubble.over_ideal:.1%}",
         "bubble of span": f"{t.bubble.of_span:.1%}",
-        **{label: f"{share:.1%}" for label, share in shares.items()},
+        **{label: "-" if share is None else f"{share:.1%}" for label, share in shares.items()},
         "peak in flight": per_device(t.peak_in_flight),
         "weight versions": per_device(t.weight_versions),
         "peak memory": most + of_device,

@@ -20,10 +20,10 @@ TIMELINE = simulate(TABLE)
 def test_sizes_may_be_numpys(name, whole):
     more = {"virtual": 2, "batches": 2} if takes(name, "virtual") else {"batches": 2}
     sizes = {key: whole(value) for key, value in more.items()}
-    usual = make(name, 3, 100, **more)
+    usual = make(name, 4, 100, **more)
     for table in (
-        make(name, whole(3), whole(100), **sizes),
-        SCHEDULES[name](whole(3), 100, **more),
+        make(name, whole(4), whole(100), **sizes),
+        SCHEDULES[name](whole(4), 100, **more),
     ):
         assert table == usual
         assert json.dumps(describe(simulate(table))) == json.dumps(describe(simulate(usual)))
@@ -76,7 +76,7 @@ def test_an_unknown_schedule_is_named(use, name):
     with pytest.raises(ValueError) as error:
         use(name, 2, 2)
     assert str(error.value).startswith(f"unknown schedule {name!r}: ")
-    assert "There are dualpipe_v, eager_1f1b, gpipe" in str(error.value)
+    assert "There are chimera, dualpipe, dualpipe_v" in str(error.value)
 
 
 @pytest.mark.parametrize("placement", [(), [0, -1], [0, 2]])

@@ -197,7 +197,11 @@ def test_no_named_schedule_beats_the_bound(name, p, m, data):
         schedule, costs = make_for(name, p, m, model, **sizes)
     except ScheduleError:
         reject()
-    assert gap(schedule, costs) >= 0
+    least = gap(schedule, costs)
+    if schedule.copies > 1:
+        assert least is None
+        return
+    assert least >= 0
     if schedule.batches == 1 or costs.recompute is not Recompute.EXCEPT_LAST:
         check_schedule(schedule, costs)
 

@@ -274,7 +274,7 @@ def test_more_batches_are_the_same_batch_again(case):
         (("InterleavedZeroBubble", 4, 8), "did you mean zb_h1. The nearest: it has one stage a"),
         (("ZB-H2", 4, 8), "did you mean zb_h2. "),
         (("inference", 4, 8), "'inference': Every schedule's forwards run alone by pipelab.eval"),
-        (("nope", 4, 8), "'nope': There are dualpipe_v"),
+        (("nope", 4, 8), "'nope': There are chimera"),
         ((None, 4, 8), "unknown schedule None"),
         (("gpipe", -1, 8), "devices=-1: give a whole number of at least 1"),
         (("gpipe", 4, 0), "microbatches=0"),

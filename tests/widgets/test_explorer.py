@@ -33,9 +33,8 @@ def numbers(explorer, column=2):
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_the_drawing_is_the_simulation(name):
-    explorer = Explorer(
-        name, 3, 4, virtual=2, batches=2, costs=Costs(forward=[1, 2, 1], transfer=0.5, update=0.25)
-    )
+    costs = Costs(forward=[1, 2, 1, 1], transfer=0.5, update=0.25)
+    explorer = Explorer(name, 4, 4, virtual=2, batches=2, costs=costs)
     t, drawn = explorer.timeline, columns(explorer)
     assert t.schedule.name == name
     assert explorer.drawing["timelines"][0]["bounds"] == t.schedule.bounds

@@ -183,7 +183,8 @@ def named_schedules(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
         memory = problem.memory if takes(name, "memory") else None
         try:
             # Of one micro-batch first, as another placement would be made in vain.
-            if make(name, p, 1, **sizes).placement != problem.placement:
+            one = make(name, p, 1, **sizes)
+            if one.placement != problem.placement or one.copies > 1:
                 continue
             schedule = make(name, p, m, costs=problem.costs, memory=memory, **sizes)
         except (ScheduleError, CostError):

@@ -47,12 +47,13 @@ class TorchArithmetic(reference.Arithmetic):
         wide: bool,
         first: int,
         start: Sequence[StageState],
+        replicas: int = 1,
     ) -> None:
         self.options, self.device, self.wide = options, device, wide
         self.start = start
         self.at_once = AT_ONCE if self.device.type == "cpu" else 2**24  # launches cost more there
         # [1] the modules, and what they compute in
-        self.replicas = nn.ModuleList(copies_of(stages) for _ in range(options.replicas))
+        self.replicas = nn.ModuleList(copies_of(stages) for _ in range(replicas))
         self.replicas.to(self.device)
         if not options.training:
             self.replicas.eval()

@@ -1,6 +1,6 @@
 """A torch stage's weights: their versions, and the updates that make them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,10 +28,12 @@ class News(NamedTuple):
 
     square  the squared norm of its own gradients
     tied    the gradients of tied weights, by the tie's number
+    counts  by update, what its own micro-batches counted
     """
 
     square: float
     tied: dict[int, Tensor]
+    counts: dict[int, float]
 
 
 class VersionedStage(CountingStage):
@@ -42,6 +44,7 @@ class VersionedStage(CountingStage):
     options how to train
     first, last  whether it is that of the model
     ties    name -> number of the weights that other stages have too: their gradients are added up
+    copies  the numbers of all stages that are copies of this one; nothing if there are no others
     start   what to go on from
     names   of its weights in the model: see `recut.names_in`
     draws   by whether it trains, whether its forwards draw random numbers: where that is not known
@@ -66,9 +69,10 @@ class VersionedStage(CountingStage):
         start: StageState | None,
         draws: bool,
         names: Mapping[str, str],
+        copies: Sequence[int] = (),
     ) -> None:
         super().__init__(device, options, first=first, last=last)
-        self.module, self.ties = module, ties
+        self.module, self.ties, self.copies = module, ties, copies
         self.draws = {True: True} if draws else {}
         self.total: dict[str, Tensor] = {}
         self.weights = {0: dict(module.named_parameters())}
@@ -144,6 +148,8 @@ class VersionedStage(CountingStage):
         news = [received[s] for s in sorted(received)] if received else []
         if not news and self.options.clip is not None:
             news = [self.news()]
+        if received and self.copies:  # each has some of the micro-batches
+            self.counts[number] = sum(received[s].counts.get(number, 0.0) for s in self.copies)
         tied = _add_up(news)
         own_square = sum(n.square for n in news)
         square = self._told_square(number, received or {}, tied)
@@ -235,7 +241,7 @@ class VersionedStage(CountingStage):
                 tied[self.ties[name]] = gradient.clone().to_dense()
             elif self.options.clip is not None:
                 square += _square(gradient)
-        return News(square, tied)
+        return News(square, tied, dict(self.counts))
 
     def held(self) -> Bytes:
         """The memory kept now, by unique storages."""
@@ -317,8 +323,8 @@ def _parameter(data: Tensor, like: nn.Parameter) -> nn.Parameter:
 def _add_up(news: Iterable[News]) -> dict[int, Tensor]:
     """The whole gradient of every tied weight, added in the order of stages: the same for all."""
     total: dict[int, Tensor] = {}
-    for _, tied in news:
-        for tie, gradient in tied.items():
+    for told in news:
+        for tie, gradient in told.tied.items():
             total[tie] = total[tie] + gradient if tie in total else gradient
     return total
 

@@ -68,12 +68,13 @@ class TorchJob(Job):
                 copied,
                 home,
                 self.options,
-                first=s == 0,
-                last=s == self.schedule.stages - 1,
+                first=self.schedule.ends(s)[0],
+                last=self.schedule.ends(s)[1],
                 ties=self.ties[s],
                 start=self.start.get(s),
                 draws=self.draws,
                 names=self.names[s],
+                copies=self.schedule.copies_of(s),
             )
             if self.options.save:  # tell now, and not after the training
                 checkpoint.packed(s, made[s].optimizer_state())
@@ -110,7 +111,7 @@ class TorchWing(Wing):
         check_replicas(schedule, options.replicas)
         if options.training:
             check_stages(stages)
-            check_statistics(stages)
+            check_statistics(stages[: schedule.model_stages])
             if options.recompute is not Recompute.NEVER:
                 check_generators(stages)
             self.ties = find_ties(schedule, stages)
@@ -200,8 +201,16 @@ class TorchWing(Wing):
         return find_device(next(on_gpu, self.devices[0]))
 
     def arithmetic(self, wide: bool, first: int, start: Sequence[StageState]) -> TorchArithmetic:
-        home = self._judges_on
-        return TorchArithmetic(self.stages, self.options, home, wide=wide, first=first, start=start)
+        table = self.schedule
+        return TorchArithmetic(
+            self.stages[: table.model_stages],
+            self.options,
+            self._judges_on,
+            wide=wide,
+            first=first,
+            start=start,
+            replicas=self.options.replicas * table.copies,
+        )
 
     def size(self) -> tuple[int, int]:
         weights = [*nn.ModuleList(self.stages).parameters()]

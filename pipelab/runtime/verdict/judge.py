@@ -54,7 +54,7 @@ def judge(
     draws          whether they are known to draw some; else the first piece shows it
     quick          make do with the run's precision for the truth too
     """
-    table, replicas = segment.table, len(replica_steps)
+    table, replicas = segment.table, len(replica_steps) // segment.table.copies
     # [1] the rule, and the data with what they read by it
     rule, reading = _reading_of_part(segment, replicas)
     own = reference(False)
@@ -193,9 +193,10 @@ def _pieces(
             replica, i = divmod(k, table.microbatches)
             # A short batch has as many numbers as any.
             number = (segment.batches[b] * replicas + replica) * segment.whole.microbatches + i
-            stages = range(table.stages)
+            stages = range(table.model_stages)
             drawn = None if seed is None else [int(seed_for(seed, s, number)) for s in stages]
-            yield Piece(*part, next(reads), drawn, replica)
+            copy = replica * table.copies + table.copy_of[b * table.microbatches + i]
+            yield Piece(*part, next(reads), drawn, copy)
 
 
 # ---- the papers' rules: which weights each update's gradient is taken at
@@ -206,12 +207,12 @@ def _pieces(
 def reading_of(table: Schedule, replicas: int) -> tuple[str, Reading]:
     """The rule that describes the table, and the versions that each piece of data reads by it."""
     if not table.training:
-        first = [0] * table.stages
+        first = [0] * table.model_stages
         return EVALUATION, [[first] * table.microbatches] * table.batches
     rule = rule_of(table)
     if rule == TABLE:
         return rule, by_rows(table)
-    n, pieces = table.stages, table.per_update * replicas
+    n, pieces = table.model_stages, table.per_update * replicas
     updates = range(table.updates)
     return rule, [[[version_read(rule, t, s, n) for s in range(n)]] * pieces for t in updates]
 

@@ -1,0 +1,144 @@
+"""Schedules with two copies of the model: gradients are added up, and all copies stay equal."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipelab import Action, Costs, Kind, Schedule, ScheduleError, evaluate, make, run, validate
+from pipelab.training.trainer import Trainer
+from tests.runtime.test_run import SGD, batches, stages
+
+BIDIRECTIONAL = [
+    make("chimera", 4, 4, batches=2),
+    make("chimera", 2, 3, batches=2),  # more go down than up
+    make("dualpipe", 2, 4, batches=2),
+    make("dualpipe", 4, 8, batches=2).overlap(),
+]
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("table", BIDIRECTIONAL, ids=str)
+def test_they_train_as_one_device_does(table, backend):
+    data = batches(2, samples=24)
+    done = run(table, stages(table.devices), data, F.mse_loss, SGD, backend=backend, clip=0.5)
+    assert done.check.passed, done.check
+    assert len(done.weights) == table.devices and done.norms
+    alone = run(
+        make("gpipe", 1, 1, batches=2),
+        [nn.Sequential(*stages(table.devices))],
+        data,
+        F.mse_loss,
+        SGD,
+        clip=0.5,
+    )
+    assert done.losses == pytest.approx(alone.losses)
+    assert done.norms == pytest.approx(alone.norms)
+
+
+def test_a_copy_that_is_not_told_of_a_gradient_fails_the_check(monkeypatch):
+    from pipelab.runtime.worker import Worker
+
+    collect = Worker._collect_news
+
+    def forget(self, update):
+        found = collect(self, update)
+        if update.stage == 0:
+            found[4] = found[4]._replace(tied={})
+        return found
+
+    monkeypatch.setattr(Worker, "_collect_news", forget)
+    table = BIDIRECTIONAL[0]
+    done = run(table, stages(4), batches(2), F.mse_loss, SGD, backend="threads")
+    assert not done.check.passed
+
+
+def test_copies_have_their_own_running_averages_as_replicas_have():
+    model = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double() for _ in range(2)]
+    table = make("chimera", 2, 4, batches=2)
+    done = run(table, model, batches(2, samples=16), F.mse_loss, SGD)
+    assert done.check.passed, done.check
+
+
+def test_they_evaluate_drop_out_and_mixed_precision():
+    model = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4)]
+    data = batches(2, dtype=torch.float32)
+    table = make("chimera", 4, 4, batches=2)
+    done = run(table, model, data, F.mse_loss, SGD, seed=3, autocast=torch.bfloat16)
+    assert done.check.passed, done.check
+    assert evaluate(table, model, data, F.mse_loss).check.passed
+
+
+def test_a_training_of_copies_stops_and_goes_on(tmp_path):
+    data, model, table = batches(4), stages(4), make("dualpipe", 4, 8, batches=4)
+    adam = torch.optim.AdamW
+    whole = run(table, model, data, F.mse_loss, adam)
+    first = run(table, model, data, F.mse_loss, adam, stop=2, save=tmp_path / "half")
+    rest = run(table, model, data, F.mse_loss, adam, resume=tmp_path / "half")
+    assert first.check.passed and rest.check.passed
+    for one, other in zip(whole.weights, rest.weights, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_trainer_takes_short_batches():
+    data = [batches(1, samples=n)[0] for n in (16, 16, 6)]
+    with Trainer(make("dualpipe", 4, 8), stages(4), F.mse_loss, SGD) as trainer:
+        trained = list(trainer.fit(data))
+        weights = trainer.weights
+    assert len(trained) == 3 and len(weights) == 4
+
+
+def test_a_table_of_copies_is_validated():
+    table = make("chimera", 2, 2)
+    assert validate(table.with_transfers()).without_transfers() == table
+    twice = replace(table, rows=[(Action(0, Kind.F, 1), *table.rows[0]), table.rows[1]])
+    with pytest.raises(ScheduleError, match=r"micro-batch 1 takes two copies|missing"):
+        validate(twice)
+    with pytest.raises(ScheduleError, match="copies=3 of a model do not make up 4 stages"):
+        replace(table, copies=3)
+    with pytest.raises(ScheduleError, match="dualpipe needs an even number of devices, got 3"):
+        make("dualpipe", 3, 6)
+    with pytest.raises(ValueError, match="4 modules for the 2 stages of chimera"):
+        run(table, stages(4), batches(1), F.mse_loss, SGD)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("times", [(1, 1, 1, 3), (1, 1, 1, 2.5), (2, 2, 1, 4)])
+def test_dualpipe_has_its_papers_bubble_and_memory(p, times):
+    """Table 2 of DeepSeek-V3: (PP / 2 - 1)(F&B + B - 3 W), and PP + 1 activations."""
+    forward, input_grad, weight_grad, together = times
+    from pipelab import simulate
+
+    costs = Costs(
+        forward=forward, input_grad=input_grad, weight_grad=weight_grad, together=together
+    )
+    for m in (2 * p, 3 * p):
+        table = make("dualpipe", p, m).overlap()
+        t = simulate(table, costs)
+        backward = input_grad + weight_grad
+        bubble = (p / 2 - 1) * (together + backward - 3 * weight_grad)
+        assert t.makespan - min(t.busy) == pytest.approx(bubble)
+        assert table.peak_in_flight == [p + 1] * p
+
+
+def test_chimera_has_its_papers_bubble():
+    """Table 2 of the paper, where a backward takes as long as a forward: D - 2 of 2 N + D - 2."""
+    from pipelab import simulate
+
+    for p in (2, 4, 6, 8):
+        for m in (p, 2 * p, 3 * p):
+            t = simulate(make("chimera", p, m), Costs(input_grad=0.5, weight_grad=0.5))
+            assert t.bubble.of_span == pytest.approx((p - 2) / (2 * m + p - 2))
+
+
+def test_one_cost_per_stage_is_of_one_copy():
+    from pipelab import memory, simulate
+
+    table, costs = make("chimera", 2, 4), Costs(forward=[1, 2], weights=[10, 20], transfer=[0.5])
+    t = simulate(table, costs)
+    assert t.busy == [2 * 1 + 2 * 2 + 4 * 2] * 2
+    assert memory(t, costs).peak("weights") == [30, 30]
+    assert simulate(table, costs.of_copies(table)).makespan == t.makespan
+    assert Schedule.from_csv(table.to_csv()) == table
