@@ -41,20 +41,17 @@ def earliest(
 ) -> Walk:
     """Start every action as soon as its row and its input allow; linear in the table.
 
-    All arguments are flat over the table, rows from bounds[d] to bounds[d + 1]. Action i needs the
-    output of needs[i], which arrives delay[i] after that one's end, or none. Two that need each
-    other start together (rendezvous). A joined one overlaps with the one before it in its row.
+    All arguments are flat over the table, rows from bounds[d] to bounds[d + 1]. Action i needs what
+    needs[i] makes, if any, delay[i] after its end. Two that need each other start together.
+    A joined one starts and ends with the one before it.
     """
-    count = len(needs)
-    start, end = [0.0] * count, [-1.0] * count  # an end below 0: it has not run
+    start, end = [0.0] * len(needs), [-1.0] * len(needs)  # an end below 0: it has not run
     waiter: dict[int, int] = {}  # action -> the device that waits for it; an output has one taker
-    head, clock = list(bounds[:-1]), [0.0] * (len(bounds) - 1)
-    ready = list(range(len(head)))
+    head, clock, ready = [*bounds[:-1]], [0.0] * (len(bounds) - 1), [*range(len(bounds) - 1)]
     while ready:
         # [1] Take a row that may go on, from its first action that has not run.
         d = ready.pop()
-        i, now = head[d], clock[d]
-        stop = bounds[d + 1]
+        i, now, stop = head[d], clock[d], bounds[d + 1]
         while i < stop:
             source = needs[i]
             if source is not None:
@@ -77,19 +74,20 @@ def earliest(
                     # [4] What it needs is not made: the row stops until its maker wakes it.
                     waiter[source] = d
                     break
-            # [5] One that overlaps with the next waits for that one's input, too.
-            last = i + (i + 1 in joined)
-            if last > i and (source := needs[last]) is not None:
+            # [5] One that the next is joined to waits for that one's input, too.
+            if joined and i + 1 in joined and (source := needs[i + 1]) is not None:
                 if end[source] < 0:
                     waiter[source] = d
                     break
-                now = max(now, end[source] + delay[last])
-            # [6] The action runs, or both, and wakes the row that waits for its output.
-            begin, now = now, now + max(duration[i], duration[last])
-            for i in range(i, last + 1):  # noqa: B020
-                start[i], end[i] = begin, now
-                if i in waiter:
-                    ready.append(waiter[i])
+                now = max(now, end[source] + delay[i + 1])
+            # [6] The action runs, and wakes the row that waits for its output.
+            if joined and i in joined:
+                start[i], end[i] = start[i - 1], end[i - 1]
+            else:
+                start[i] = now
+                end[i] = now = now + duration[i]
+            if i in waiter:
+                ready.append(waiter[i])
             i += 1
         clock[d], head[d] = now, i
     return Walk(start, end, head)
