@@ -59,7 +59,10 @@ class TorchArithmetic(reference.Arithmetic):
             self.replicas.eval()
         self.stages = self.replicas[0]
         self._note_precision()
-        named = [dict(stage.named_parameters()) for stage in self.stages]
+        # By replica and stage, once: a walk through modules takes as long as a small one computes.
+        every: Any = self.replicas
+        self._named = [[dict(s.named_parameters()) for s in of_replica] for of_replica in every]
+        named = self._named[0]
         # The caller's own, which the run leaves as they are.
         self.history = [
             {first: {name: p.detach() for name, p in stage.named_parameters()}} for stage in stages
@@ -135,8 +138,7 @@ class TorchArithmetic(reference.Arithmetic):
             mean, count = self._forward(weights, piece)
         weight = torch.full_like(mean.detach(), count / unit)
         if sums is not None and mean.requires_grad:
-            stages: Any = self.replicas[piece.replica]
-            named = [dict(stage.named_parameters()) for stage in stages]
+            named = self._named[piece.replica]
             for of_stage, total in zip(named, sums, strict=True):
                 for name, p in of_stage.items():
                     # What is there, autograd adds to in place. Of what counts nothing the mean may
@@ -150,8 +152,9 @@ class TorchArithmetic(reference.Arithmetic):
                     if p.grad is not None and (count or name not in total):
                         # The optimizer steps with zeros.
                         total[name] = (p.grad if count else torch.zeros_like(p.grad)).to_dense()
-            for p in stages.parameters():  # now, since tied ones are in two stages
-                p.grad = None
+            for of_stage in named:  # now, since tied ones are in two stages
+                for p in of_stage.values():
+                    p.grad = None
         return float(mean.detach()), count, float(weight)
 
     def joined_loss(self, weights: Sequence[Weights], pieces: Sequence[Piece]) -> float:
@@ -169,19 +172,19 @@ class TorchArithmetic(reference.Arithmetic):
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
         # The run's own gradients go in: what is judged is the step alone.
-        for s, (stage, gradient) in enumerate(zip(self.stages, gradients, strict=True)):
-            _bind(stage, self.place(s, weights[s]))
-            for name, p in stage.named_parameters():  # optimizers leave one without alone
+        for s, (of_stage, gradient) in enumerate(zip(self._named[0], gradients, strict=True)):
+            _bind(of_stage, self.place(s, weights[s]))
+            for name, p in of_stage.items():  # optimizers leave one without alone
                 p.grad = gradient[name].to(p, copy=True) if name in gradient else None
         for optimizer, schedulers in {id(made[0]): made for made in self.optimizers}.values():
             for stepped in (optimizer, *schedulers) if optimizer else ():
                 stepped.step()
-        return [{n: p.detach() for n, p in stage.named_parameters()} for stage in self.stages]
+        return [{n: p.detach() for n, p in of_stage.items()} for of_stage in self._named[0]]
 
     def place(self, stage: int, weights: Weights) -> dict[str, Tensor]:
         return {
             name: torch.as_tensor(weights[name]).detach().to(p, copy=True)
-            for name, p in self.stages[stage].named_parameters()
+            for name, p in self._named[0][stage].items()
         }
 
     def wrote(self, given: Weights, copies: Weights) -> bool:
@@ -263,7 +266,7 @@ class TorchArithmetic(reference.Arithmetic):
             stages: Any = self.replicas[piece.replica]
             self.drew = False
             for s, stage in enumerate(stages):
-                _bind(stage, weights[s])
+                _bind(self._named[piece.replica][s], weights[s])
                 if piece.seeds is not None:
                     draw_from(piece.seeds[s], self.device)
                 forward = partial(self._again, stage) if self.sparing else stage
@@ -410,9 +413,9 @@ def _same_bytes(given: Tensor, copied: Tensor) -> bool:
     return torch.equal(*(t.view(torch.uint8) for t in plain))
 
 
-def _bind(stage: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Let the stage compute with these very tensors."""
-    for name, p in stage.named_parameters():
+def _bind(parameters: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
+    """Let a stage, whose parameters these are, compute with these very tensors."""
+    for name, p in parameters.items():
         p.data = weights[name]
 
 
