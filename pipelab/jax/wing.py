@@ -64,6 +64,11 @@ class JaxWing(Wing):
     def __init__(self, schedule: Schedule, stages: Sequence[Any], options: Options) -> None:
         super().__init__(schedule, stages, options)
         options.refuse("replicas", "autocast", "save", "stop", "resume")
+        if schedule.slices:
+            raise ValueError(
+                f"{schedule.name} has slices of sequences, which only torch stages take: give "
+                "torch modules"
+            )
         if schedule.copies > 1:
             raise ValueError(
                 f"{schedule.name} has {schedule.copies} copies of the model, whose gradients only "

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from pipelab.models.hub import loading
 from pipelab.models.losses import PADDING, masked_loss, next_token_loss
@@ -22,8 +23,41 @@ class Embedding(nn.Module):
         self.dropout = model.transformer.drop
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.dropout(self.word(tokens) + self.position(places))
+        return self.take_slice(tokens, 0)[0]
+
+    def take_slice(self, tokens: Tensor, past: Any) -> tuple[Tensor, int]:
+        """A slice of sequences; `past` is how many positions were before it."""
+        end = (past or 0) + tokens.shape[1]
+        places = torch.arange(past or 0, end, device=tokens.device)
+        return self.dropout(self.word(tokens) + self.position(places)), end
+
+
+class Block(GPT2Block):
+    """A block of GPT-2 that takes slices of sequences, too."""
+
+    def take_slice(self, x: Tensor, past: Any) -> tuple[Tensor, Any]:
+        """`past` holds the keys and values of all positions before the slice."""
+        cache = _Cache(past)
+        before = past[0].shape[2] if past else 0
+        shape = x.shape[1], before + x.shape[1]
+        sees = torch.ones(shape, dtype=torch.bool, device=x.device).tril(before)
+        y = self(x, cache, attention_mask=sees[None, None])
+        return (y[0] if isinstance(y, tuple) else y), cache.kept
+
+
+class _Cache:
+    """The keys and values of one layer, as transformers asks for them."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.kept:
+            keys, values = (
+                torch.cat(pair, 2) for pair in zip(self.kept, (keys, values), strict=True)
+            )
+        self.kept = keys, values
+        return keys, values
 
 
 class Head(nn.Module):
@@ -79,4 +113,6 @@ def gpt2(
             **rates,
         )
         model = GPT2LMHeadModel(config)
+    for block in model.transformer.h:
+        block.__class__ = Block  # the same module
     return [Embedding(model), *model.transformer.h, Head(model, tied)]

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
 from pipelab.table.action import check_counts
@@ -80,6 +80,8 @@ class Costs:
         boundary: bytes of a stage's input per micro-batch (stage 0: the data): what is received,
             and what is kept when the forward is recomputed
         recompute: when the forward runs again before its backward
+        attention: of tables with slices: the share of a sequence's seconds that grows with its
+            length squared. Costs are of whole sequences
         together: seconds of a forward and a backward that overlap, both together (default: as long
             as one after the other); for two stages' the mean
     """
@@ -99,6 +101,7 @@ class Costs:
     boundary: Values = 0.0
     recompute: Recompute | str = Recompute.NEVER
     together: Values | None = None
+    attention: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", Recompute(self.recompute))
@@ -137,6 +140,16 @@ class Costs:
         """Seconds of each link s -> s + 1 (and back): latency plus boundary / bandwidth."""
         latency, size = self.of("transfer", max(stages - 1, 0)), self.of("boundary", stages)
         return [x + bytes_ / self.bandwidth for x, bytes_ in zip(latency, size[1:], strict=True)]
+
+    def of_slices(self, table: Table) -> list[float]:
+        """Seconds of each slice of a sequence, as shares of those of a whole one.
+
+        Its positions attend to all before them: of the squared length a slice has its part of a
+        triangle.
+        """
+        ends = [0.0, *accumulate(table.slices or (1.0,))]
+        linear, squared = 1 - self.attention, self.attention
+        return [linear * (b - a) + squared * (b * b - a * a) for a, b in pairwise(ends)]
 
     def of_copies(self, table: Table) -> "Costs":
         """The same for all copies of a model in a table; one per stage is meant of one copy."""
@@ -216,6 +229,8 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
         if small or math.isnan(x) or (x == math.inf and name != "bandwidth"):
             least = "positive numbers" if positive else "numbers of at least 0"
             raise CostError(f"{name}={value!r}: give {least}, one in all or one per stage")
-    if several and name in ("bandwidth", "overhead"):
+    if name == "attention" and max(numbers, default=0) > 1:
+        raise CostError(f"attention={value!r}: give a share of the seconds, 0 to 1")
+    if several and name in ("bandwidth", "overhead", "attention"):
         raise CostError(f"{name}={value!r}: give one number")
     return numbers if several else numbers[0]

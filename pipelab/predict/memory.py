@@ -204,13 +204,14 @@ def _activations(s: Schedule, costs: Costs, moments: _Moments) -> Held:
         whole, split = at.get((stage, Kind.B, k), i), at.get((stage, Kind.I, k))
         backward = whole if split is None else split
         last = whole if split is None else at[stage, Kind.W, k]
-        size, since = activations[stage], starts[i]
+        share = s.slices[k % s.per_sequence] if s.slices else 1.0
+        size, since = share * activations[stage], starts[i]
         if recomputed[k] and backward > i:
             since = starts[backward]
-            yield "activations", stage, min(boundary[stage], size), starts[i], since
+            yield "activations", stage, min(share * boundary[stage], size), starts[i], since
         yield "activations", stage, size, since, ends[last]
         if split is not None:
-            yield "activations", stage, for_weights[stage] - size, ends[split], ends[last]
+            yield "activations", stage, share * for_weights[stage] - size, ends[split], ends[last]
 
 
 def _buffers(s: Schedule, costs: Costs, moments: _Moments) -> Held:
@@ -219,9 +220,10 @@ def _buffers(s: Schedule, costs: Costs, moments: _Moments) -> Held:
     for i in s.crossing:
         arrived, start = moments.arrives[i], moments.starts[i]
         if arrived and arrived[0] < start[0]:
-            stage, kind, _ = s.actions[i]
+            stage, kind, k = s.actions[i]
             size = boundary[stage if kind is Kind.F else stage + 1]
-            yield "buffers", stage, size, arrived, start
+            share = s.slices[k % s.per_sequence] if s.slices else 1.0
+            yield "buffers", stage, share * size, arrived, start
 
 
 # ---- counted in micro-batches
@@ -280,8 +282,12 @@ def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
         kind: [schedule.copies * x for x in of_stages]
         for kind, of_stages in changes(costs, schedule.placement).items()
     }
-    peaks = []
+    peaks, of_slices = [], schedule.slices or (1.0,)
     for row in schedule.rows:
-        steps = (change[a.kind][a.stage] for a in row if a.kind in change)
+        steps = (
+            change[a.kind][a.stage] * of_slices[a.microbatch % len(of_slices)]
+            for a in row
+            if a.kind in change
+        )
         peaks.append(round(max(accumulate(steps, initial=0.0)), 9))
     return peaks

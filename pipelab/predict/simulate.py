@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from operator import add
+from typing import Any
 
 from pipelab.predict.costs import PASSES, Costs
 from pipelab.predict.timeline import Timeline
@@ -90,6 +91,12 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
         (again if recomputed[number] else once)[kind][stage]
         for stage, kind, number in schedule.actions
     ]
+    if schedule.slices:
+        of_slices, n = costs.of_slices(schedule), schedule.per_sequence
+        for i, (_, kind, number) in enumerate(schedule.actions):
+            if kind is not Kind.U:  # a transfer takes its share of the bytes
+                share = of_slices if kind < Kind.U else schedule.slices
+                seconds[i] *= share[number % n]
     if schedule.joined:
         saved = _saved(costs, schedule.placement)
         for i in schedule.joined:
@@ -116,8 +123,11 @@ def delays(schedule: Schedule, costs: Costs) -> list[float]:
     """Seconds that each action's input is on its way; 0 for one from the same device."""
     delay = [0.0] * len(schedule.actions)
     seconds, link = costs.links(schedule.stages), links(schedule)
+    latency, n = costs.of("transfer", max(schedule.stages - 1, 0)), schedule.per_sequence
     for i in schedule.crossing:
-        delay[i] = seconds[link[i]]  # type: ignore[index]
+        s: Any = link[i]
+        share = schedule.slices[schedule.actions[i].microbatch % n] if schedule.slices else 1.0
+        delay[i] = latency[s] + share * (seconds[s] - latency[s])
     return delay
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -108,6 +109,37 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
         raise ValueError(
             f"batch {number} holds what cannot be cut along its first dimension: give dense arrays"
         ) from error
+
+
+def slices_of(piece: Any, shares: Sequence[float], trees: Trees) -> list[Any]:
+    """A piece of a batch in slices of its second axis, the positions of sequences.
+
+    ValueError where arrays differ in their length, or have too few positions.
+    """
+    length = length_of(piece, trees)
+    ends = [round(length * end) for end in (0.0, *accumulate(shares))]
+    if any(a >= b for a, b in pairwise(ends)):
+        raise ValueError(
+            f"sequences of {length} positions for {len(shares)} slices: give longer ones, or fewer "
+            "slices"
+        )
+
+    def part(a: int, b: int) -> Any:
+        return trees.map(lambda leaf: leaf[:, a:b] if _cuttable(leaf) else leaf, piece)
+
+    return [part(a, b) for a, b in pairwise(ends)]
+
+
+def length_of(piece: Any, trees: Trees) -> int:
+    """How many positions the sequences of a piece of a batch have."""
+    shapes = [tuple(leaf.shape) for leaf in trees.flatten(piece)[0] if _cuttable(leaf)]
+    lengths = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            f"arrays of {', '.join(map(str, shapes))} cannot be cut into slices: give input and "
+            "target the same first two dimensions, samples and positions"
+        )
+    return lengths.pop()
 
 
 def samples_from(batch: Any, place: slice, trees: Trees) -> Any:

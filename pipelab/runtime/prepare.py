@@ -11,7 +11,7 @@ import numpy as np
 
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import delays, durations, waits
-from pipelab.runtime.batches import Data, samples_of
+from pipelab.runtime.batches import Data, Trees, length_of, samples_of, slices_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch
 from pipelab.table.action import Action, Kind
@@ -201,7 +201,10 @@ def microbatches_of(
     recompute = options.recompute.mask(m, m)
     pieces: Sequence[tuple[Any, Any]] = [(None, None)] * len(every)
     if reads := any(any(table.ends(s)) for s in own):
-        pieces = data.pieces(count * replicas, slice(replica * count, (replica + 1) * count))
+        whole = count // table.per_sequence
+        pieces = data.pieces(whole * replicas, slice(replica * whole, (replica + 1) * whole))
+        if table.slices:
+            pieces = [s for piece in pieces for s in slices_of(piece, table.slices, data.trees)]
 
     def microbatch(s: int, k: int, x: Any, y: Any) -> MicroBatch:
         batch, place = divmod(k, m)
@@ -215,7 +218,7 @@ def microbatches_of(
             recompute=recompute[place],
             x=x if first else None,
             target=y if last else None,
-            samples=samples_of((x, y), data.trees) if reads else 0,
+            samples=_counted((x, y), table, data.trees) if reads else 0,
             seed=None if options.seed is None else (options.seed, s % table.model_stages, piece),
         )
 
@@ -228,6 +231,12 @@ def microbatches_of(
         }
         for s in own
     }
+
+
+def _counted(piece: Any, table: Schedule, trees: Trees) -> int:
+    """The samples of a piece; of a slice, their positions, as slices may differ in length."""
+    samples = samples_of(piece, trees)
+    return samples * length_of(piece, trees) if table.slices else samples
 
 
 def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]]]:

@@ -100,6 +100,14 @@ def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -
         for k in range(m)
     ]
     values = [outcome.losses[k] for outcome, k in places]
+    if table.slices:  # of whole sequences, from those of their slices
+        of_slices = [
+            values[i : i + table.per_sequence] for i in range(0, len(values), table.per_sequence)
+        ]
+        means = mean_losses(values, len(of_slices))
+        values = [
+            (mean, sum(n for _, n in own)) for mean, own in zip(means, of_slices, strict=True)
+        ]
     # The first replica stands for all: their weights are equal to the last bit, which the check
     # sees to.
     return Run(

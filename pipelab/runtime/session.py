@@ -351,7 +351,8 @@ class Session(AbstractContextManager):
         """
         schedule, options = self.schedule, self.options
         if self.reads and not self.unit:
-            self.unit = unit_of(data, work.pieces * options.replicas)
+            whole = work.pieces // schedule.per_sequence
+            self.unit = unit_of(data, whole * options.replicas)
         orders = [
             Order(
                 actions=work.rows[row],

@@ -26,6 +26,8 @@ from pipelab.schedules.names import other_name
 from pipelab.schedules.pipedream import pipedream
 from pipelab.schedules.pipedream_2bw import pipedream_2bw
 from pipelab.schedules.pipedream_flush import pipedream_flush
+from pipelab.schedules.seq1f1b import seq1f1b
+from pipelab.schedules.terapipe import terapipe
 from pipelab.schedules.v_half import v_half
 from pipelab.schedules.v_min import v_min
 from pipelab.schedules.zb_h1 import zb_h1
@@ -47,11 +49,22 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
         pipedream,
         pipedream_2bw,
         pipedream_flush,
+        seq1f1b,
+        terapipe,
         v_half,
         v_min,
         zb_h1,
         zb_h2,
     )
+}
+
+
+# Why an option is not for a schedule.
+NOT_TAKEN = {
+    "virtual": "has its own number of stages a device; leave it out, or use interleaved",
+    "memory": "has no limit to choose; use zb or zb_v",
+    "longest": "has no rounds; use interleaved",
+    "slices": "leaves sequences whole; use seq1f1b",
 }
 
 
@@ -79,6 +92,7 @@ def make(
     costs: Any = None,
     memory: float | None = None,
     longest: int = 1,
+    slices: int | None = None,
 ) -> Schedule:
     """The named schedule: micro-batches per batch, `virtual` chunks a device.
 
@@ -86,6 +100,7 @@ def make(
             are the same whatever they cost
     memory  for a schedule that is made for a limit: micro-batches whose activations (of all of a
             device's stages) fit on a device
+    slices  of a sequence, for a schedule that divides them (default there: 2)
     longest micro-batches of a round of `interleaved` at most, where that is to be more than p
     reads   replaces the rule for weight versions (PipeDream with vertical sync is `pipedream` with
             `Reads.FIRST`)
@@ -93,33 +108,26 @@ def make(
     Raises ScheduleError for an unknown name, a size that makes no sense or would take minutes, or
     `virtual` or `memory` for a schedule without them.
     """
-    in_turns = takes(name, "virtual")
-    devices, microbatches, virtual, batches, longest = check_counts(
+    takes(name, "")  # there is such a schedule
+    devices, microbatches, virtual, batches, longest, each = check_counts(
         devices=devices,
         microbatches=microbatches,
         virtual=virtual,
         batches=batches,
         longest=longest,
+        slices=1 if slices is None else slices,
     )
     options: dict[str, Any] = {"batches": batches}
-    if in_turns:
-        options["virtual"] = virtual
-    elif virtual != 1:
-        raise ScheduleError(
-            f"virtual={virtual!r}: {name} has its own number of stages a device; leave it out, or "
-            "use interleaved"
-        )
     if costs is not None and takes(name, "costs"):
         options["costs"] = costs
-    if takes(name, "memory"):
-        options["memory"] = memory
-    elif memory is not None:
-        raise ScheduleError(f"memory={memory!r}: {name} has no limit to choose; use zb or zb_v")
-    if longest > 1:
-        if not takes(name, "longest"):
-            raise ScheduleError(f"longest={longest!r}: {name} has no rounds; use interleaved")
-        options["longest"] = longest
-    if 2 * devices * virtual * max(microbatches, devices) * batches > LARGEST:
+    given = {"virtual": virtual, "memory": memory, "longest": longest, "slices": slices and each}
+    for option, value in given.items():
+        if not takes(name, option):
+            if value not in (None, 1):
+                raise ScheduleError(f"{option}={value!r}: {name} {NOT_TAKEN[option]}")
+        elif value is not None:
+            options[option] = value
+    if 2 * each * devices * virtual * max(microbatches, devices) * batches > LARGEST:
         raise ScheduleError(
             f"{name} devices={devices} microbatches={microbatches} virtual={virtual} "
             f"batches={batches}: made of more than {LARGEST:,} actions; make a size smaller"

@@ -40,7 +40,15 @@ def generated(
             sizes = dict(zip(given.arguments, check_counts(**given.arguments), strict=True))
             repeats = 1 if "batches" in own.parameters else sizes.pop("batches")
             made = [*rows(**sizes)]
-            numbers = sizes["microbatches"], sizes.get("batches", 1), per_update, reads, copies
+            slices = sizes.get("slices", 1)
+            numbers = (
+                slices * sizes["microbatches"],
+                sizes.get("batches", 1),
+                per_update,
+                reads,
+                copies,
+                (1.0,) * slices if slices > 1 else (),
+            )
             return repeat(Schedule(rows.__name__, made, placement_of(made), *numbers), repeats)
 
         schedule.__signature__ = public  # type: ignore[attr-defined]

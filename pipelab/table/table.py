@@ -43,6 +43,8 @@ class Table:
     reads          the rule that says which weight version a forward reads
     copies         of a model with n stages: stage s + n is a copy of stage s, and gets the sum of
                    both gradients; a micro-batch takes the stages of one copy
+    slices         the lengths of a sequence's slices, as shares of it; nothing if sequences stay
+                   whole. With slices, `microbatches` and numbers count these
     overlapped     backwards that overlap with the forward before them in their row (0F3+2B1)
     versions_read  only of a `part` whose forwards reach back before it: as `Schedule.versions`
 
@@ -58,6 +60,7 @@ class Table:
     per_update: int = 0
     reads: Reads = Reads.LATEST
     copies: int = 1
+    slices: tuple[float, ...] = ()
     overlapped: frozenset[Action] = frozenset()
     versions_read: dict[tuple[int, int], int] | None = field(default=None, hash=False)
 
@@ -82,12 +85,18 @@ class Table:
             "per_update": per_update,
             "reads": Reads(self.reads),
             "copies": copies,
+            "slices": _shares(self.slices),
             "overlapped": frozenset(self.overlapped),
         }
         for key, value in found.items():
             object.__setattr__(self, key, value)  # the dataclass is frozen
         if self.stages % copies:
             raise ScheduleError(f"copies={copies} of a model do not make up {self.stages} stages")
+        for name, count in (("microbatches", microbatches), ("per_update", per_update)):
+            if count % self.per_sequence:
+                raise ScheduleError(
+                    f"{name}={count} counts slices, {self.per_sequence} a sequence: give a multiple"
+                )
         if self.total % per_update:
             raise ScheduleError(
                 f"per_update={per_update} does not divide the {self.total} micro-batches of the "
@@ -149,6 +158,11 @@ class Table:
         """Whether a stage is the first, and the last, of its copy of the model."""
         place = stage % self.model_stages
         return place == 0, place == self.model_stages - 1
+
+    @property
+    def per_sequence(self) -> int:
+        """Numbers of a sequence: its slices, or itself."""
+        return max(len(self.slices), 1)
 
     def copies_of(self, stage: int) -> list[int]:
         """All copies of a stage, itself among them; nothing if the model has one copy."""
@@ -290,3 +304,14 @@ class Table:
             else:
                 found.append(-math.inf if source is None else spans[source].end)
         return found
+
+
+def _shares(lengths: Sequence[float]) -> tuple[float, ...]:
+    """Lengths as shares of their sum. ScheduleError for one that is not positive."""
+    try:
+        found = tuple(float(x) for x in lengths)
+    except (TypeError, ValueError):
+        found = (0.0,)
+    if not all(0 < x < math.inf for x in found):
+        raise ScheduleError(f"slices={lengths!r}: give the length of each slice, above 0")
+    return tuple(x / sum(found) for x in found)

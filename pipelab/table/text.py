@@ -28,6 +28,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "per_update": int,
     "reads": Reads.__getitem__,
     "copies": int,
+    "slices": lambda text: tuple(map(float, text.split())),
     "placement": lambda text: tuple(map(int, text.split())),
 }
 
@@ -84,6 +85,8 @@ def write_torch_csv(table: VersionedTable) -> str:
             f"{table.name} has {table.copies} copies of the model, and torch's tables one: export "
             "a schedule with one"
         )
+    if table.slices:
+        raise ScheduleError(f"{table.name} has slices of sequences, and torch's tables do not")
     if table.batches > 1:
         raise ScheduleError(
             f"torch's tables hold one batch, this one has {table.batches}: build it with batches=1"
@@ -101,9 +104,12 @@ def _csv_rows(table: VersionedTable, kinds: Iterable[Kind] = Kind) -> str:
 
 
 def _header(table: VersionedTable) -> str:
-    fields = {key: getattr(table, key) for key in KEYS if key != "copies" or table.copies > 1}
+    usual = {"copies": 1, "slices": ()}  # is not written
+    values = {key: getattr(table, key) for key in KEYS}
+    fields = {key: value for key, value in values.items() if value != usual.get(key)}
     fields["reads"] = table.reads.name
-    fields["placement"] = " ".join(map(str, table.placement))
+    for key in fields.keys() & {"placement", "slices"}:
+        fields[key] = " ".join(map(str, fields[key]))
     return "# " + " ".join(f"{key}={value}" for key, value in fields.items())
 
 

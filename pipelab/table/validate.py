@@ -122,17 +122,23 @@ EARLIER = {
     Kind.SEND_B: (Kind.B, Kind.I),
 }
 LAST = (Kind.B, Kind.W)  # the last of a backward
+GRADIENT = (Kind.B, Kind.I)  # what makes an input's gradient
 
 
 def needed_in_row(schedule: Schedule) -> Iterator[list[tuple[int, Kind, int]]]:
     """For each action, what has to stand before it in its row, if the table has it."""
-    group, update = schedule.per_update, Kind.U
+    group, update, slices = schedule.per_update, Kind.U, schedule.per_sequence
     earlier = {
         kind: [other for other in others if other in schedule.kinds]
         for kind, others in EARLIER.items()
     }
     for stage, kind, k in schedule.actions:
         needed = [(stage, other, k) for other in earlier.get(kind, ())]
+        # A slice attends to those before it, whose keys get a gradient from it.
+        if kind is Kind.F and k % slices:
+            needed.append((stage, kind, k - 1))
+        elif kind in GRADIENT and (k + 1) % slices:
+            needed += [(stage, other, k + 1) for other in GRADIENT]
         if kind is update:
             members = range(k * group, (k + 1) * group)
             needed = [(stage, last, member) for member in members for last in LAST]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import ref
@@ -36,6 +37,7 @@ class _Kept(NamedTuple):
     saved   by autograd
     mean    the loss, on the last stage
     counted by the loss
+    past    leaves of x, at its end, that the slice before has left
     """
 
     x: Any
@@ -44,6 +46,7 @@ class _Kept(NamedTuple):
     mean: Tensor | None
     counted: float
     buffers: Buffers
+    past: int = 0
 
 
 class Aliased(NamedTuple):
@@ -62,6 +65,8 @@ class TorchStage(VersionedStage):
         given = self.fed[microbatch]
         x = given.x if self.first else received
         x, leaves = x if isinstance(x, Aliased) else (x, [])
+        if self.slices > 1:
+            x = x, self._past.pop(microbatch - 1, ())
         if self.training and not given.recompute:
             with _unwritten(x, leaves):
                 output, self._kept[microbatch] = self._compute(microbatch, x)
@@ -110,7 +115,10 @@ class TorchStage(VersionedStage):
         if given.seed and self.draws.get(training, True):
             seed = int(seed_for(*given.seed))
         with self.device.forward_context(seed, self.options.autocast) as drew:
-            y = self.module(x)
+            y, past = self.module(*x) if self.slices > 1 else (self.module(x), ())
+            if self.slices > 1 and (microbatch + 1) % self.slices:
+                self._past[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, past)
+            left = pytree.tree_leaves(past)
             if self.last and not training:
                 self.measure(microbatch, y, target)
             value: Any = self.options.loss(y, target) if self.last else None
@@ -119,7 +127,7 @@ class TorchStage(VersionedStage):
         if not self.last:
             leaves = pytree.tree_leaves(y)
             check_leaves(leaves, "a stage's output")
-            return y, leaves, 0
+            return y, [*leaves, *left], 0
         pair = isinstance(value, tuple)
         mean, count = value if pair else (value, given.samples)
         _check_mean(mean, y)
@@ -127,7 +135,7 @@ class TorchStage(VersionedStage):
         # not would keep their memory from being one piece again.
         kept = mean.item() if self._on_cpu else mean.detach()
         self.losses[microbatch] = (kept, float(count))
-        return None, [mean], float(count)
+        return None, [mean, *left], float(count)
 
     def _sent(self, output: Any) -> Any:
         """Without its graph; a weight or buffer may change before another thread has read it."""
@@ -147,13 +155,20 @@ class TorchStage(VersionedStage):
         # first stage want none, nor do whole numbers.
         wanted: list[Tensor | None] = []
 
-        def enter(value: Any) -> Any:
-            wants = not self.first and _differentiable(value)
+        def enter(value: Any, given: bool = True) -> Any:
+            wants = not (self.first and given) and _differentiable(value)
             leaf = value.detach().requires_grad_() if wants else None
             wanted.append(leaf)
             return value if leaf is None else _entered(leaf)
 
-        entered = enter(x) if isinstance(x, Tensor) else pytree.tree_map(enter, x)
+        past = 0
+        if self.slices > 1:
+            given = pytree.tree_map(enter, x[0])
+            past = len(wanted)
+            entered = given, pytree.tree_map(partial(enter, given=False), x[1])
+            past = len(wanted) - past
+        else:
+            entered = enter(x) if isinstance(x, Tensor) else pytree.tree_map(enter, x)
         key = self.key(microbatch)
         self.device.ledger.hold_tensors(key, wanted)
         saved: list[ref[Saved]] = []
@@ -165,7 +180,7 @@ class TorchStage(VersionedStage):
             for t in ends
         ]
         mean = ends[0].detach() if self.last else None
-        return output, _Kept(wanted, edges, saved, mean, count, {})
+        return output, _Kept(wanted, edges, saved, mean, count, {}, past)
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, list, float]:
         kept = self._kept.pop(microbatch)
@@ -173,12 +188,18 @@ class TorchStage(VersionedStage):
             self.device.ledger.drop(self.key(microbatch))
             with as_they_were(kept.buffers):
                 _, kept = self._compute(microbatch, kept.x)
+        owed = self._owed.pop(microbatch, [])
         if kept.mean is None:
             count, gradients = received
-            return kept, gradients, count
+            owed = owed or [None] * (len(kept.edges) - len(gradients))
+            return kept, [*gradients, *owed], count
+        owed = owed or [None] * (len(kept.edges) - 1)
         # The loss's type may not hold the count: what weighs the gradient is what is counted.
         weight = torch.tensor(kept.counted / self.unit, dtype=kept.mean.dtype, device="cpu")
-        return kept, [torch.full_like(kept.mean, weight.item())], weight.item()
+        start = torch.full_like(kept.mean, weight.item())
+        # A slice that counts nothing may owe gradients to those that look back at it.
+        starts = [start if self.slices == 1 or kept.counted else None, *owed]
+        return kept, starts, weight.item()
 
     def _pull(
         self, microbatch: int, kept: Any, gradients: list, count: float, kind: Kind
@@ -186,10 +207,12 @@ class TorchStage(VersionedStage):
         self._bind(microbatch)
         # Whichever version this is, its backward adds to the one sum, in place.
         weights = self.weights[self.fed[microbatch].version]
+        weighs = bool(count) or self.slices > 1
         for name, p in weights.items():
-            p.grad = self.total.get(name) if count else None
+            p.grad = self.total.get(name) if weighs else None
         found: list[Tensor | None] = []
         held: list[Tensor] = []
+        past = kept.past if isinstance(kept, _Kept) else 0
         with self.device.backward_context(self.draws.get(True, False)):
             if kind is Kind.W:
                 kept.weight_grad()
@@ -198,18 +221,21 @@ class TorchStage(VersionedStage):
         for name, p in weights.items():
             if p.grad is not None:
                 # What counts nothing has zeros, whatever a mean of nothing has made of it.
-                if count or name not in self.total:
-                    self.total[name] = p.grad if count else torch.zeros_like(p.grad)
+                if weighs or name not in self.total:
+                    self.total[name] = p.grad if weighs else torch.zeros_like(p.grad)
                 p.grad = None
-        if not count:
+        if not weighs:
             found = [None if g is None else torch.zeros_like(g) for g in found]
         # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
         # and what is kept for W.
         shared = storages([*held, *self.total.values()])
-        return [
+        found = [
             g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
             for g in found
         ]
+        if past:
+            self._owed[microbatch - 1], found = found[-past:], found[:-past]
+        return found
 
     def _pull_input(
         self, microbatch: int, kept: _Kept, gradients: list, count: float, kind: Kind

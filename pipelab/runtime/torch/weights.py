@@ -45,6 +45,7 @@ class VersionedStage(CountingStage):
     first, last  whether it is that of the model
     ties    name -> number of the weights that other stages have too: their gradients are added up
     copies  the numbers of all stages that are copies of this one; nothing if there are no others
+    slices  of a sequence, one after another: the module then takes what those before have left
     start   what to go on from
     names   of its weights in the model: see `recut.names_in`
     draws   by whether it trains, whether its forwards draw random numbers: where that is not known
@@ -70,9 +71,13 @@ class VersionedStage(CountingStage):
         draws: bool,
         names: Mapping[str, str],
         copies: Sequence[int] = (),
+        slices: int = 1,
     ) -> None:
         super().__init__(device, options, first=first, last=last)
         self.module, self.ties, self.copies = module, ties, copies
+        self.slices = slices
+        self._past: dict[int, Any] = {}  # by slice, what its forward has left for the next one
+        self._owed: dict[int, list[Tensor | None]] = {}  # by slice, the gradients of that
         self.draws = {True: True} if draws else {}
         self.total: dict[str, Tensor] = {}
         self.weights = {0: dict(module.named_parameters())}

@@ -75,6 +75,7 @@ class TorchJob(Job):
                 draws=self.draws,
                 names=self.names[s],
                 copies=self.schedule.copies_of(s),
+                slices=self.schedule.per_sequence,
             )
             if self.options.save:  # tell now, and not after the training
                 checkpoint.packed(s, made[s].optimizer_state())
@@ -122,6 +123,11 @@ class TorchWing(Wing):
         drawing = map(_draws, nn.ModuleList(stages).modules())
         self.draws = options.seed is not None or (options.training and any(drawing))
         seed = self._resume(Path(options.resume)) if options.resume else options.seed
+        if schedule.slices and (self.draws or options.recompute is not Recompute.NEVER):
+            raise ValueError(
+                f"{schedule.name} has slices of sequences, which draw no random numbers and are "
+                "not computed again: leave out dropout, seed and recompute"
+            )
         self.options = replace(
             options,
             autocast=find_autocast(options.autocast, self.devices),

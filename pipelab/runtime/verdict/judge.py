@@ -188,9 +188,10 @@ def _pieces(
     """The data in its order, in micro-batches, with what they read."""
     table, trees, reads = segment.table, own.arithmetic.trees, chain.from_iterable(reading)
     for b in range(table.batches):
-        parts = cut_batch(batches[b], table.microbatches * replicas, b, trees)
+        microbatches = table.microbatches // table.per_sequence  # the reference leaves them whole
+        parts = cut_batch(batches[b], microbatches * replicas, b, trees)
         for k, part in enumerate(parts):
-            replica, i = divmod(k, table.microbatches)
+            replica, i = divmod(k, microbatches)
             # A short batch has as many numbers as any.
             number = (segment.batches[b] * replicas + replica) * segment.whole.microbatches + i
             stages = range(table.model_stages)
@@ -208,11 +209,11 @@ def reading_of(table: Schedule, replicas: int) -> tuple[str, Reading]:
     """The rule that describes the table, and the versions that each piece of data reads by it."""
     if not table.training:
         first = [0] * table.model_stages
-        return EVALUATION, [[first] * table.microbatches] * table.batches
+        return EVALUATION, [[first] * (table.microbatches // table.per_sequence)] * table.batches
     rule = rule_of(table)
     if rule == TABLE:
         return rule, by_rows(table)
-    n, pieces = table.model_stages, table.per_update * replicas
+    n, pieces = table.model_stages, table.per_update // table.per_sequence * replicas
     updates = range(table.updates)
     return rule, [[[version_read(rule, t, s, n) for s in range(n)]] * pieces for t in updates]
 

@@ -1,0 +1,34 @@
+"""Seq1F1B (Sun et al. 2024, arXiv 2406.03488): 1F1B on slices of sequences.
+
+0F0 0F1 0F2 .   0B1 0F3 0B0 .   0B3 0B2 0U0     p = 2, m = 2 sequences of two slices: 0F2 is the
+.   1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2 1U0 .       first slice of the second one
+"""
+
+from pipelab.schedules.rows import Rows, flush
+from pipelab.table.action import B, F, U
+
+
+@flush
+def seq1f1b(devices: int, microbatches: int, slices: int = 2) -> Rows:
+    """1F1B whose forwards go slice by slice, and whose backwards begin with a sequence's last one.
+
+    A slice attends to those before it, so that its keys and values stay until their backwards are
+    done. A device holds p - s - 1 slices more than a sequence has, where 1F1B holds p - s
+    sequences: with slices=1 it is `pipedream_flush`, row for row.
+
+    slices  of a sequence, equally long; numbers count slices
+
+    >>> seq1f1b(4, 8, slices=4).peak_in_flight
+    [7, 6, 5, 4]
+    """
+    pieces = range(microbatches * slices)
+    backwards = [k + slices - 1 - j for k in pieces[::slices] for j in range(slices)]
+    for stage in range(devices):
+        warmup = devices - stage - 2 + slices
+        row = []
+        for turn in range(len(pieces) + warmup):
+            row += [F(stage, k) for k in pieces[turn : turn + 1]]
+            row += [
+                B(stage, k) for k in backwards[max(turn - warmup, 0) : max(turn - warmup + 1, 0)]
+            ]
+        yield [*row, U(stage)]

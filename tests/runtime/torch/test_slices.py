@@ -1,0 +1,163 @@
+"""Sequences in slices: the gradient is that of the whole sequence, keys' and values' included."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipelab import Costs, Schedule, ScheduleError, evaluate, make, memory, run, simulate, validate
+from pipelab.models import split
+from pipelab.models.gpt2 import gpt2, next_token_loss
+from pipelab.models.sliced import Sliced
+
+ADAM = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def model(p, dtype=torch.float64):
+    torch.manual_seed(0)
+    layers = gpt2(vocabulary=50, length=16, width=16, blocks=2 * p - 2, heads=2)
+    return [Sliced(*stage).to(dtype) for stage in split(layers, [2] * p)]
+
+
+def data(batches, samples=4, length=12):
+    torch.manual_seed(1)
+    return [tuple(torch.randint(50, (samples, length)) for _ in range(2)) for _ in range(batches)]
+
+
+SLICED = [
+    make("seq1f1b", 2, 4, slices=3, batches=2),
+    make("seq1f1b", 3, 2, slices=4, batches=2),
+    make("terapipe", 2, 2, slices=3, batches=2),
+    replace(make("seq1f1b", 2, 2, slices=3, batches=2), slices=(3, 2, 1)),  # longer ones first
+]
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("table", SLICED, ids=str)
+def test_they_train_as_whole_sequences_do(table, backend):
+    done = run(
+        table, model(table.devices), data(2), next_token_loss, ADAM, backend=backend, clip=0.3
+    )
+    assert done.check.passed, done.check
+    sequences = table.microbatches // table.per_sequence
+    whole = run(
+        make("pipedream_flush", table.devices, sequences, batches=2),
+        model(table.devices),
+        data(2),
+        next_token_loss,
+        ADAM,
+        clip=0.3,
+    )
+    assert done.losses == pytest.approx(whole.losses, rel=1e-12)
+    assert len(done.microbatch_losses) == len(whole.microbatch_losses)
+    for one, other in zip(done.weights, whole.weights, strict=True):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_in_other_precisions_too(precision):
+    autocast = precision if precision is torch.bfloat16 else None
+    stages = model(2, torch.float32)
+    done = run(SLICED[0], stages, data(2), next_token_loss, ADAM, autocast=autocast)
+    assert done.check.passed, done.check
+    assert evaluate(SLICED[0], stages, data(2), next_token_loss).check.passed
+
+
+def test_keys_whose_gradients_are_lost_fail_the_check(monkeypatch):
+    from pipelab.runtime.torch.stage import TorchStage
+
+    prepare = TorchStage._prepare
+
+    def forget(self, microbatch, received):
+        self._owed.pop(microbatch, None)
+        return prepare(self, microbatch, received)
+
+    monkeypatch.setattr(TorchStage, "_prepare", forget)
+    done = run(SLICED[0], model(2), data(2), next_token_loss, ADAM, backend="threads")
+    assert not done.check.passed
+
+
+def test_split_backwards_and_slices_that_count_nothing():
+    """The targets of a whole slice are masked, whose keys others look back at."""
+    table = Schedule.from_grid(
+        "# slices=1 1 microbatches=4\n"
+        "0F0 0F1 . . 0I1 0F2 0I0 0F3 0W1 0W0 0I3 0I2 0W3 0W2 0U0\n"
+        "1F0 1F1 1B1 1B0 1F2 1F3 1B3 1B2 1U0"
+    )
+
+    def loss(logits, target):
+        count = (target >= 0).sum()
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1), int(count)
+
+    batches = data(1)
+    batches[0][1][:, :6] = -1
+    done = run(table, model(2), batches, loss, ADAM)
+    assert done.check.passed, done.check
+
+
+def test_a_running_sum_of_any_stage():
+    """Not only attention: whatever a stage leaves is passed on, and gets its gradient back."""
+
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4).double()
+
+        def forward(self, x, past=None):
+            sums = self.linear(x).cumsum(1)
+            if past is None:
+                return sums
+            sums = sums + past["sum"][:, None] if past else sums
+            return sums, {"sum": sums[:, -1]}
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 6, 4).double(), torch.randn(4, 6, 4).double())]
+    done = run(make("seq1f1b", 2, 2, slices=3), [Running(), Running()], batches, F.mse_loss, ADAM)
+    assert done.check.passed, done.check
+
+
+def test_slices_cost_their_part_of_attentions_triangle():
+    table = make("seq1f1b", 1, 1, slices=4)
+    t = simulate(table, Costs(forward=16, input_grad=0, weight_grad=0, attention=1))
+    assert [s.end - s.start for s in t.spans[:4]] == [1, 3, 5, 7]
+    t = simulate(table, Costs(forward=16, activations=80, attention=0.5))
+    assert [s.end - s.start for s in t.spans[:4]] == pytest.approx([2.5, 3.5, 4.5, 5.5])
+    assert memory(t, Costs(activations=80)).peak("activations") == pytest.approx([80])
+    even = simulate(make("seq1f1b", 4, 8, slices=4))
+    assert even.makespan < simulate(make("pipedream_flush", 4, 8)).makespan
+
+
+@pytest.mark.parametrize(("p", "slices"), [(4, 2), (4, 4), (8, 4)])
+def test_seq1f1b_has_its_papers_bubble_and_memory(p, slices):
+    """Without attention's growth: the bubble is 1F1B's of slices, p - 1 of m k."""
+    table = make("seq1f1b", p, 2 * p, slices=slices)
+    t = simulate(table)
+    assert t.bubble.over_ideal == pytest.approx((p - 1) / (2 * p * slices))
+    assert table.peak_in_flight == [p - s - 1 + slices for s in range(p)]
+    assert make("seq1f1b", p, 2 * p, slices=1).rows == make("pipedream_flush", p, 2 * p).rows
+
+
+def test_what_cannot_be_sliced_is_refused():
+    table = SLICED[0]
+    wrong = [[a for a in row] for row in table.rows]
+    at = [i for i, a in enumerate(wrong[0]) if a.kind.name == "B"][:2]
+    wrong[0][at[0]], wrong[0][at[1]] = wrong[0][at[1]], wrong[0][at[0]]
+    with pytest.raises(ScheduleError, match="0B1 stands before 0B2"):
+        validate(replace(table, rows=wrong))
+    with pytest.raises(ScheduleError, match=r"slices=\(1, 0\)"):
+        replace(table, slices=(1, 0))
+    with pytest.raises(ScheduleError, match="microbatches=12 counts slices, 5 a sequence"):
+        replace(table, slices=(1,) * 5)
+    with pytest.raises(ScheduleError, match="gpipe leaves sequences whole"):
+        make("gpipe", 2, 2, slices=2)
+    with pytest.raises(ScheduleError, match="torch's tables do not"):
+        make("seq1f1b", 2, 2).to_torch_csv()
+    with pytest.raises(ValueError, match="leave out dropout, seed and recompute"):
+        run(table, model(2), data(2), next_token_loss, ADAM, seed=1)
+    with pytest.raises(ValueError, match="sequences of 2 positions for 3 slices"):
+        run(table, model(2), data(2, length=2), next_token_loss, ADAM)
+    assert Schedule.from_csv(table.to_csv()) == table
