@@ -143,6 +143,9 @@ def compare_command(
         costs, title = cut.costs(transfer=transfer, bandwidth=bandwidth), Path(profile).stem
     sizes: dict[str, Any] = {"virtual": 2, "batches": batches}
     made, left_out = make_all(devices, microbatches, costs, **sizes)
+    if model == "mlp" and not profile:
+        sliced = [name for name, (table, _) in made.items() if table.slices]
+        left_out |= {name: f"{name}: an mlp has no sequences" for name in sliced if made.pop(name)}
     if "gpipe" not in made:  # nor any other: it takes any sizes
         raise ValueError(left_out["gpipe"])
 

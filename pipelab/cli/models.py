@@ -52,6 +52,8 @@ def small_model(
     size = 4 * schedule.microbatches * replicas
     loss: Callable
     if model == "mlp":
+        if schedule.slices:
+            raise ValueError(f"{schedule.name} slices sequences, and mlp has none: give gpt2")
         loss, layers = F.mse_loss, mlp(layers=count or 2 * schedule.model_stages, width=width)
         if dropout:
             layers = [torch.nn.Sequential(layer, torch.nn.Dropout(dropout)) for layer in layers]
@@ -125,6 +127,7 @@ def into_stages(
     import torch
 
     from pipelab.models import split
+    from pipelab.models.sliced import Sliced
     from pipelab.optimize.cut import profile, split_layers, uniform
 
     counts = balance
@@ -148,7 +151,8 @@ def into_stages(
             f"--balance {','.join(map(str, counts))} has {len(counts)} stages for the "
             f"{schedule.model_stages} of {schedule.name}: give every stage its number of layers"
         )
-    return split(layers, counts)
+    stages = split(layers, counts)
+    return [Sliced(*stage) for stage in stages] if schedule.slices else stages
 
 
 def jax_model(schedule: Schedule, seed: int) -> tuple[list, list, Callable, Any]:

@@ -120,7 +120,7 @@ def bound(
 def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> float | None:
     """How much longer a batch takes than the bound: of the same stages on the same devices, under
     the memory of the device that needs most in this schedule, with backwards that may be split.
-    None where no bound holds: for actions that overlap, and for several copies of the model.
+    None where no bound holds: for actions that overlap, slices, and several copies of the model.
 
     Without a flush batches overlap: all of them count as one large batch. `timeline` is the
     schedule's simulation, where there is one already.
@@ -129,7 +129,7 @@ def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> f
     >>> round(gap(pipedream_flush(4, 8), Costs()), 3)
     0.222
     """
-    if schedule.overlapped or schedule.copies > 1:
+    if schedule.overlapped or schedule.slices or schedule.copies > 1:
         return None
     if schedule.batches > 1 and not schedule.asynchronous:
         schedule, timeline = schedule.part(0, 1), None

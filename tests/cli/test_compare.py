@@ -63,12 +63,13 @@ def test_compare_runs_every_schedule_and_shows_the_spread(tmp_path, capsys):
     sizes = ["--devices", "2", "--batches", "1", "--repeats", "2"]
     assert main(["compare", *sizes, "--json", "--plot", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)["schedules"]
-    assert {x["schedule"] for x in found} == set(SCHEDULES)
+    of_sequences = {"seq1f1b", "terapipe"}  # an mlp has none
+    assert {x["schedule"] for x in found} == set(SCHEDULES) - of_sequences
     assert all(x["check"] and x["measured"]["makespan"] > 0 for x in found)
     weights = {x["schedule"]: sum(p["weights"] for p in x["measured"]["at_peak"]) for x in found}
     of_copies = {weights.pop(name) for name in ("chimera", "dualpipe")}
     assert of_copies == {2 * one for one in weights.values()}  # one model
-    assert all(name in file.read_text() for name in SCHEDULES)
+    assert all(name in file.read_text() for name in set(SCHEDULES) - of_sequences)
     for entry in found:
         least, most = entry["spread"]
         assert entry["repeats"] == 2

@@ -337,7 +337,11 @@ def test_an_idle_cell_says_what_could_run_there():
     assert could_run(placed(Task(2, 1), "0F0", "1F0", "1B0", "0B0"), 0, 1) == ""
 
 
-IN_A_LOOP = [name for name in sorted(SCHEDULES) if make(name, 4, 8).placement == (0, 1, 2, 3)]
+IN_A_LOOP = [
+    name
+    for name in sorted(SCHEDULES)
+    if make(name, 4, 8).placement == (0, 1, 2, 3) and not make(name, 4, 8).slices
+]
 
 
 @pytest.mark.parametrize("name", IN_A_LOOP)
@@ -355,7 +359,8 @@ def test_every_schedule_that_a_draft_can_be_is_recognised(name):
 def test_titles_are_of_schedules_that_a_draft_can_be():
     assert set(TITLES) <= set(IN_A_LOOP)
     for name in set(SCHEDULES) - set(IN_A_LOOP):
-        assert make(name, 4, 8).placement == (0, 1, 2, 3, 3, 2, 1, 0)
+        table = make(name, 4, 8)
+        assert table.slices or table.placement == (0, 1, 2, 3, 3, 2, 1, 0)
 
 
 def test_recognition_does_not_mind_the_numbers_of_micro_batches_and_knows_what_is_new():

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -123,6 +124,8 @@ class TorchWing(Wing):
         drawing = map(_draws, nn.ModuleList(stages).modules())
         self.draws = options.seed is not None or (options.training and any(drawing))
         seed = self._resume(Path(options.resume)) if options.resume else options.seed
+        if schedule.slices:
+            check_sliced(stages)
         if schedule.slices and (self.draws or options.recompute is not Recompute.NEVER):
             raise ValueError(
                 f"{schedule.name} has slices of sequences, which draw no random numbers and are "
@@ -339,6 +342,18 @@ def check_statistics(stages: Sequence[nn.Module]) -> None:
                     f"{type(part).__name__} {name}, which each of them would keep on its own: give "
                     "each its own layer (copy.deepcopy), or put both uses in one stage"
                 )
+
+
+def check_sliced(stages: Sequence[nn.Module]) -> None:
+    """ValueError for a stage whose forward does not take what the slice before has left."""
+    for s, stage in enumerate(stages):
+        try:
+            signature(stage.forward).bind(None, ())
+        except TypeError:
+            raise ValueError(
+                f"stage {s} is a {type(stage).__name__}, which takes whole sequences: give "
+                "pipelab.models.sliced.Sliced(*layers), or a module with forward(x, past)"
+            ) from None
 
 
 def check_generators(stages: Sequence[nn.Module]) -> None:

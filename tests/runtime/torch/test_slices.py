@@ -156,6 +156,8 @@ def test_what_cannot_be_sliced_is_refused():
         make("gpipe", 2, 2, slices=2)
     with pytest.raises(ScheduleError, match="torch's tables do not"):
         make("seq1f1b", 2, 2).to_torch_csv()
+    with pytest.raises(ValueError, match="stage 0 is a Sequential, which takes whole sequences"):
+        run(table, [nn.Sequential(*s) for s in model(2)], data(2), next_token_loss, ADAM)
     with pytest.raises(ValueError, match="leave out dropout, seed and recompute"):
         run(table, model(2), data(2), next_token_loss, ADAM, seed=1)
     with pytest.raises(ValueError, match="sequences of 2 positions for 3 slices"):
