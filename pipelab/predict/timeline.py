@@ -127,7 +127,9 @@ class Timeline:
         sizes = [plural(s.devices, "device")]
         if s.stages != s.devices:
             sizes.append(plural(s.stages, "stage"))
-        sizes.append(plural(s.microbatches, "micro-batch"))
+        sizes.append(plural(s.microbatches // s.per_sequence, "micro-batch"))
+        if s.slices:
+            sizes[-1] += f" in {s.per_sequence} slices each"
         if s.batches > 1:
             sizes.append(plural(s.batches, "batch"))
         peaks = " ".join(map(str, self.peak_in_flight))

@@ -104,7 +104,8 @@ class Table:
             )
         for d, row in enumerate(rows):
             self._check_row(d, row)
-            self._check_overlapped(d, row)
+        if self.overlapped:
+            self._check_overlapped()
         if self.total > max(self.bounds[-1], 1):
             raise ScheduleError(
                 f"{self.total} micro-batches for a table of {self.bounds[-1]} actions: each needs "
@@ -130,13 +131,15 @@ class Table:
                 why = f"number {microbatch} is not in 0 to {limit - 1}"
             raise ScheduleError(f"row {d}, cell {i}, {action}: {why}")
 
-    def _check_overlapped(self, d: int, row: Sequence[Action]) -> None:
-        for i, (one, other) in enumerate(pairwise([None, *row])):
-            pair = one and (one.kind, other.kind) == (Kind.F, Kind.B)  # type: ignore[union-attr]
-            if other in self.overlapped and not pair:
+    def _check_overlapped(self) -> None:
+        pairs = (pair for row in self.rows for pair in pairwise(row))
+        before = {other: one for one, other in pairs if other in self.overlapped}
+        for action in sorted(self.overlapped):
+            one = before.get(action)
+            if one is None or (one.kind, action.kind) != (Kind.F, Kind.B):
                 raise ScheduleError(
-                    f"row {d}, cell {i}: {other} overlaps with {one or 'nothing'} before it: put a "
-                    "forward there, and overlap a backward B with it"
+                    f"{action} overlaps with {one or 'nothing'} before it: put a forward there, "
+                    "and overlap a backward B with it"
                 )
 
     # ---- sizes
@@ -314,4 +317,5 @@ def _shares(lengths: Sequence[float]) -> tuple[float, ...]:
         found = (0.0,)
     if not all(0 < x < math.inf for x in found):
         raise ScheduleError(f"slices={lengths!r}: give the length of each slice, above 0")
-    return tuple(x / sum(found) for x in found)
+    whole = math.fsum(found)
+    return found if math.isclose(whole, 1) else tuple(x / whole for x in found)
