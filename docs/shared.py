@@ -18,14 +18,14 @@ LONGEST = 200  # characters that others show
 
 def described(doctree: nodes.document | None) -> str:
     """What one can do after a lecture, or else a page's first paragraph that says something."""
-    for node in doctree.findall(nodes.paragraph) if doctree else ():
-        text = " ".join(node.astext().split())
+    paragraphs = [*doctree.findall(nodes.paragraph)] if doctree else []
+    texts = [" ".join(node.astext().split()) for node in paragraphs]
+    for node, text in zip(paragraphs, texts, strict=True):
         aims = node.next_node(nodes.bullet_list, descend=False, siblings=True)
         if text == "After this you can" and aims:
             return cut(f"{text} {' '.join(aims.astext().split())}")
-        if len(text) > 80 and "minutes. Needs" not in text:
-            return cut(text)
-    return ABOUT
+    says = (text for text in texts if len(text) > 80 and "minutes. Needs" not in text)
+    return cut(next(says, ABOUT))
 
 
 def cut(text: str) -> str:

@@ -35,8 +35,8 @@ def bubble(
 ) -> Axes:
     """The bubble of the named schedules while one size varies.
 
-    Dots are simulated, lines are the closed form. `definition` is one of of_total, over_ideal and
-    of_span; the axis names it. The model stays the same when `virtual` varies: its work is divided
+    Dots are simulated; curves are the closed form, at every size between the values. `definition`
+    is one of of_total, over_ideal and of_span; the axis names it. The model stays the same when `virtual` varies: its work is divided
     among the chunks. The closed form is left out for a schedule that `theory` does not have, and
     where it does not hold. An eighth schedule and later ones have the colours again, with crosses;
     where a schedule cannot be made for a size, its dot is left out.
@@ -49,7 +49,7 @@ def bubble(
         again, place = divmod(number, len(style.LINES))
         colour, mark = style.LINES[place], "oxs"[again % 3]
         theory = THEORY.get(name) if definition != "of_span" else None
-        simulated, formula = [], {}
+        simulated = []
         for value in values:
             m, p, v = (value if key == over else size for key, size in sizes.items())
             try:
@@ -58,6 +58,10 @@ def bubble(
                 simulated.append(math.nan)
                 continue
             simulated.append(getattr(timeline.bubble, definition))
+        formula = {}
+        made = [x for x, y in zip(values, simulated, strict=True) if not math.isnan(y)]
+        for value in range(min(made), max(made) + 1) if made else ():
+            m, p, v = (value if key == over else size for key, size in sizes.items())
             if theory and theory.holds(p, m, v):
                 formula[value] = getattr(theory, definition)(p, m, v, 1)
         words = ""
