@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pipelab.plot import style
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import simulate
-from pipelab.predict.theory import THEORY
+from pipelab.predict.theory import THEORY, Theory
 from pipelab.schedules import make_for
 from pipelab.table.action import ScheduleError
 
@@ -36,9 +36,9 @@ def bubble(
     """The bubble of the named schedules while one size varies.
 
     Dots are simulated; curves are the closed form, at every size between the values. `definition`
-    is one of of_total, over_ideal and of_span; the axis names it. The model stays the same when `virtual` varies: its work is divided
-    among the chunks. The closed form is left out for a schedule that `theory` does not have, and
-    where it does not hold. An eighth schedule and later ones have the colours again, with crosses;
+    is one of of_total, over_ideal and of_span; the axis names it. The model stays the same when
+    `virtual` varies: its work is divided among the chunks. The closed form is left out for a
+    schedule that `theory` does not have, and where it does not hold. An eighth schedule and later ones have the colours again, with crosses;
     where a schedule cannot be made for a size, its dot is left out.
     """
     names, values = list(names), list(values)
@@ -51,20 +51,18 @@ def bubble(
         theory = THEORY.get(name) if definition != "of_span" else None
         simulated = []
         for value in values:
-            m, p, v = (value if key == over else size for key, size in sizes.items())
+            m, p, v = (sizes | {over: value}).values()
             try:
                 timeline = simulate(*make_for(name, p, m, Costs(), virtual=v))
             except ScheduleError:
                 simulated.append(math.nan)
                 continue
             simulated.append(getattr(timeline.bubble, definition))
-        formula = {}
         made = [x for x, y in zip(values, simulated, strict=True) if not math.isnan(y)]
-        for value in range(min(made), max(made) + 1) if made else ():
-            m, p, v = (value if key == over else size for key, size in sizes.items())
-            if theory and theory.holds(p, m, v):
-                formula[value] = getattr(theory, definition)(p, m, v, 1)
-        words = ""
+        formula, words = {}, ""
+        if theory and made:
+            between = range(min(made), max(made) + 1)
+            formula = _closed_form(theory, between, sizes, over, definition)
         if theory and formula:
             words = theory.bubble if definition == "over_ideal" else theory.share
         label = f"{name}: {words}".rstrip(": ") if many else f"{name}, simulated"
@@ -83,3 +81,15 @@ def bubble(
     else:
         ax.legend(fontsize=8, frameon=False)
     return ax
+
+
+def _closed_form(
+    theory: Theory, values: Iterable[int], sizes: dict[str, int], over: str, definition: str
+) -> dict[int, float]:
+    """By value, the bubble where the formula holds."""
+    found = {}
+    for value in values:
+        m, p, v = (sizes | {over: value}).values()
+        if theory.holds(p, m, v):
+            found[value] = getattr(theory, definition)(p, m, v, 1)
+    return found
