@@ -38,8 +38,9 @@ def bubble(
     Dots are simulated; curves are the closed form, at every size between the values. `definition`
     is one of of_total, over_ideal and of_span; the axis names it. The model stays the same when
     `virtual` varies: its work is divided among the chunks. The closed form is left out for a
-    schedule that `theory` does not have, and where it does not hold. An eighth schedule and later ones have the colours again, with crosses;
-    where a schedule cannot be made for a size, its dot is left out.
+    schedule that `theory` does not have, and where it does not hold. An eighth schedule and later
+    ones have the colours again, with crosses; where a schedule cannot be made for a size, its dot
+    is left out.
     """
     names, values = list(names), list(values)
     many = len(names) > 4
