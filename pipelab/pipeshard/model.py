@@ -90,7 +90,7 @@ def join_weights(weights: Iterable[Mapping[str, Any]], like: Any) -> Any:
     """
     known = {name: array for of_stage in weights for name, array in of_stage.items()}
 
-    def leaf(path: Any, _: Any) -> Any:
+    def leaf(path: Any, old: Any) -> Any:
         name = jax.tree_util.keystr(path)
         if name in known:
             return known[name]
@@ -98,7 +98,8 @@ def join_weights(weights: Iterable[Mapping[str, Any]], like: Any) -> Any:
         for other, array in known.items():
             if other.startswith(name) and (found := PIECE.fullmatch(other[len(name) :])):
                 pieces[int(found[1])] = array
-        return jnp.concatenate([pieces[a] for a in sorted(pieces)])
+        # What no stage reads is not trained.
+        return jnp.concatenate([pieces[a] for a in sorted(pieces)]) if pieces else old
 
     return jax.tree.map_with_path(leaf, like)
 

@@ -198,6 +198,16 @@ def test_what_is_not_cut(model, message):
         cut_model(model(), [1, 1], jnp.ones((4, 8)))
 
 
+def test_a_weight_that_nothing_reads_stays_as_it_is():
+    model = Stack(nnx.Rngs(0), False)
+    model.spare = nnx.Linear(2, 2, rngs=nnx.Rngs(1))
+    weights = nnx.state(model, nnx.Param)
+    trained = [jax.tree.map(lambda w: w + 1, mine) for _, mine in cut_model(model, [3, 3], TOKENS)]
+    joined = join_weights(trained, weights)
+    np.testing.assert_array_equal(joined.spare.kernel[...], weights.spare.kernel[...])
+    np.testing.assert_array_equal(joined.head.kernel[...], weights.head.kernel[...] + 1)
+
+
 def test_a_balance_names_the_layers_there_are():
     match = r"balance \[2, 2\] for 6 layers \(one before the blocks, 4 blocks, one after\): give"
     for scanned in (False, True):
