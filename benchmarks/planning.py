@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from measure import machine, main, page, paragraph, table
@@ -61,26 +61,15 @@ def words(repeats: int) -> str:
     )
 
 
-def measured(case: Case) -> list[Any]:
-    """CPU seconds of planning and of all else, seconds elapsed, and the layers of each stage."""
+def gpt(blocks: int) -> tuple[Callable, Callable]:
+    """A train step of a GPT with so many blocks, and what makes the state that it starts from."""
     import jax
     import jax.numpy as jnp
     import optax
     from flax import linen
     from flax.training.train_state import TrainState
 
-    from pipelab.pipeshard import Pipeshard, mark_pipeline_boundary, parallelize, value_and_grad
-    from pipelab.pipeshard.auto import AutoLayers, AutoStages
-
-    planning = 0.0
-
-    class Timed(AutoStages):
-        def choose(self, problem: Any) -> Any:
-            nonlocal planning
-            began = time.process_time()
-            plan = super().choose(problem)
-            planning = time.process_time() - began
-            return plan
+    from pipelab.pipeshard import mark_pipeline_boundary, value_and_grad
 
     class Block(linen.Module):
         @linen.compact
@@ -97,7 +86,7 @@ def measured(case: Case) -> list[Any]:
             start = linen.initializers.normal(0.02)
             x = linen.Embed(WORDS, WIDTH)(tokens)
             x = x + self.param("positions", start, (LENGTH, WIDTH))
-            for i in range(case.blocks):
+            for i in range(blocks):
                 if i:
                     mark_pipeline_boundary()  # `AutoLayers` ignores it
                 x = Block()(x)
@@ -116,10 +105,31 @@ def measured(case: Case) -> list[Any]:
         params = GPT().init(jax.random.key(0), tokens)
         return TrainState.create(apply_fn=GPT().apply, params=params, tx=optax.adamw(1e-3))
 
+    return train_step, start
+
+
+def measured(case: Case) -> list[Any]:
+    """CPU seconds of planning and of all else, seconds elapsed, and the layers of each stage."""
+    import jax
+
+    from pipelab.pipeshard import Pipeshard, parallelize
+    from pipelab.pipeshard.auto import AutoLayers, AutoStages
+
+    planning = 0.0
+
+    class Timed(AutoStages):
+        def choose(self, problem: Any) -> Any:
+            nonlocal planning
+            began = time.process_time()
+            plan = super().choose(problem)
+            planning = time.process_time() - began
+            return plan
+
     tokens = jax.ShapeDtypeStruct((SAMPLES, LENGTH), "int32")
     method = Pipeshard(MICROBATCHES, stages=case.devices)
     if case.auto:
         method = Pipeshard(MICROBATCHES, AutoLayers(case.blocks), Timed())
+    train_step, start = gpt(case.blocks)
     state = jax.eval_shape(start)
     began, used = time.perf_counter(), time.process_time()
     plan = parallelize(train_step, method).compile(state, {"x": tokens, "y": tokens})

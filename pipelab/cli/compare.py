@@ -17,6 +17,7 @@ from pipelab.cli.report import GAP, FailedVerdict, gap_text
 from pipelab.optimize.cut import split_layers
 from pipelab.optimize.order import gap
 from pipelab.predict.costs import Values
+from pipelab.runtime.bar import Bar
 from pipelab.schedules import make_all, make_for
 
 
@@ -64,17 +65,14 @@ def run_in_turn(
     schedules: Mapping[str, Schedule], run: Callable[[Schedule], Any], repeats: int
 ) -> dict[str, list[Any]]:
     """Runs of each schedule, in turn (A B A B); Ctrl-C ends them with those that there are."""
-    from tqdm import tqdm  # only who runs them needs it
-
     runs: dict[str, list[Any]] = {}
     count = len(schedules) * repeats
-    turns = (turn for _ in range(repeats) for turn in schedules.items())
-    look: dict[str, Any] = {"total": count, "unit": "run", "leave": False, "disable": None}
-    with suppress(KeyboardInterrupt), tqdm(turns, **look) as shown:
-        for name, schedule in shown:
-            shown.set_description(name)
+    with suppress(KeyboardInterrupt), Bar("", count) as bar:
+        for name, schedule in [*schedules.items()] * repeats:
+            bar.phase(name, 0)
             found = run(schedule)  # before there is a list for it: Ctrl-C may end it
             runs.setdefault(name, []).append(found)
+            bar.step()
     if not runs:  # nothing to show
         raise KeyboardInterrupt
     if (done := sum(map(len, runs.values()))) < count:

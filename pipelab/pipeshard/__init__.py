@@ -21,7 +21,7 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
     parallelize   what the user calls
 
 Above all this, `pipelab.pipeshard.auto` finds layers, stages and meshes that one could have written
-by hand.
+by hand; and `pipelab.pipeshard.model` cuts a model of flax into stages for `pipelab.run`.
 """
 
 from pipelab.pipeshard.arrays import PipeshardError

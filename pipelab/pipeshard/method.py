@@ -16,7 +16,7 @@ from pipelab.jax.jaxpr import Graph, Variables, variables
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
 from pipelab.runtime.bar import Bar
-from pipelab.schedules import make
+from pipelab.schedules import SCHEDULES, make
 from pipelab.table.action import Reads
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import forward_only
@@ -115,6 +115,11 @@ class FollowedStages(ManualStages):
                 "stages of its own, such as ManualStages(...)"
             )
         return starts
+
+
+def _flushing() -> list[str]:
+    """The names of the schedules that flush, which alone can be a pipeline's."""
+    return [name for name in sorted(SCHEDULES) if not make(name, 2, 2).asynchronous]
 
 
 @dataclass(frozen=True)
@@ -217,12 +222,15 @@ class Pipeshard(Keywords):
         planned = isinstance(self.stages, (ManualStages, Planner))
         marks = "'manual', and mark_pipeline_boundary() between layers, or auto.AutoLayers(n)"
         stages = "'uniform', a number of at least 2, 'auto', or ManualStages(...)"
-        forwards = "a schedule that trains, such as 'gpipe', whose forwards evaluate"
         self._require("microbatches", self.microbatches >= 1, "at least 1")
         self._require("virtual", self.virtual >= 1, "at least 1")
         self._require("layers", self.layers == "manual" or callable(self.layers), marks)
         self._require("stages", named or counted or planned, stages)
-        self._require("schedule", self.schedule != "inference", forwards)
+        if self.schedule == "inference":
+            raise PipeshardError(
+                f"schedule='inference': use one of {', '.join(_flushing())}; a step without a "
+                "gradient evaluates, and runs the forwards of any of them alone"
+            )
         self._require("reduce", self.reduce in (None, "mean", "sum"), "'mean' or 'sum'")
 
     def _require(self, name: str, fits: bool, remedy: str) -> None:
@@ -270,8 +278,7 @@ class Pipeshard(Keywords):
             )
         if table.asynchronous or table.reads is not Reads.LATEST:
             raise PipeshardError(
-                f"schedule {table.name!r} has no flush: use one that does, such as gpipe or "
-                "pipedream_flush"
+                f"schedule {table.name!r} has no flush: use one that does: {', '.join(_flushing())}"
             )
         if (table.stages, table.microbatches, table.batches) != (stages, self.microbatches, 1):
             raise PipeshardError(

@@ -60,3 +60,4 @@ class Bar:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+        self._bar, self.shown = None, False  # steps after its end are not shown

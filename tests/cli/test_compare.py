@@ -3,8 +3,10 @@
 import json
 import re
 import signal
+from functools import partial
 
 import pytest
+from tqdm import std
 
 import pipelab
 from pipelab import Costs, simulate
@@ -13,6 +15,7 @@ from pipelab.cli.compare import compared, comparison_text, run_in_turn
 from pipelab.optimize.order import bound
 from pipelab.predict.costs import CostError
 from pipelab.predict.memory import memory
+from pipelab.runtime import bar
 from pipelab.schedules import SCHEDULES, make_all, make_for
 
 COSTS = Costs(forward=[1, 2], input_grad=2, weight_grad=1, weights=8, activations=4)
@@ -153,6 +156,24 @@ def test_runs_are_repeated_in_turn_and_what_there_is_survives_an_interrupt(capsy
     order.clear()
     assert run_in_turn({"a": "A", "b": "B"}, run, 2) == {"a": [1, 3], "b": [2, 4]}
     assert capsys.readouterr().err == ""
+
+
+def test_a_bar_names_the_schedule_that_runs(capsys, monkeypatch):
+    monkeypatch.setattr(bar, "seen", lambda: True)
+    monkeypatch.setattr("tqdm.auto.tqdm", partial(std.tqdm, disable=False))
+    shown = []
+
+    def run(table):
+        shown.append(capsys.readouterr().err.split("\r")[-1])
+
+    run_in_turn({"gpipe": "A", "zb_h1": "B"}, run, 2)
+    assert [re.findall(r"^(\w+): .* (\d/4) ", each) for each in shown] == [
+        [("gpipe", "0/4")],
+        [("zb_h1", "1/4")],
+        [("gpipe", "2/4")],
+        [("zb_h1", "3/4")],
+    ]
+    assert capsys.readouterr().err.endswith("\r")  # nothing of it is left
 
 
 def test_an_interrupt_before_any_run_has_ended_is_one_line_and_status_130(capsys, monkeypatch):

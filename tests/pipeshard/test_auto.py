@@ -33,6 +33,7 @@ from pipelab.pipeshard.auto import (
     AutoPlan,
     AutoStages,
     candidate,
+    profiles,
     sharded,
 )
 from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
@@ -538,11 +539,11 @@ def test_planning_again_compiles_no_stage(tmp_path, monkeypatch):
     def plan(path):
         with shelve.open(path) as cache:
             pipeline, state, batch = planned(small(), cache=cache)
-            return pipeline.compile(state, batch).auto
+            return pipeline.compile(state, batch).auto.profiles
 
     first = plan(tmp_path / "profiles")
     monkeypatch.setattr(candidate, "_examine", None)
-    assert plan(tmp_path / "profiles").profiles == first.profiles
+    assert plan(tmp_path / "profiles") == first
     with pytest.raises(TypeError, match="not callable"):
         plan(tmp_path / "others")
 
@@ -555,7 +556,7 @@ def test_a_bar_says_what_is_done_from_the_first_second(capsys, monkeypatch):
     parallelize(step, method).compile(start(params), batch)
     out, err = capsys.readouterr()
     phases = [line.partition(":")[0].strip() for line in err.split("\r") if ":" in line]
-    order = ["tracing", "layers", "shardings", "profiles", "stages", "compiling"]
+    order = ["tracing", "layers", "profiles", "stages", "compiling"]
     assert list(dict.fromkeys(phases)) == order and "6/6" in err and not out
 
 
@@ -638,6 +639,34 @@ def test_equal_blocks_are_profiled_once(monkeypatch):
         assert a.activation_bytes == b.activation_bytes
         assert a.seconds == pytest.approx(b.seconds, rel=0.02)
         assert a.held_bytes == pytest.approx(b.held_bytes, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("devices", "machine"),
+    [
+        (2, replace(TOY, latency=1e-3)),
+        (2, replace(TOY, latency=0)),
+        (2, replace(TOY, latency=1e-3, memory=6e3)),
+        *thorough((4, replace(TOY, latency=1e-5)), (4, replace(TOY, latency=0, bandwidth=1e8))),
+    ],
+)
+def test_what_is_not_compiled_could_not_win(devices, machine, monkeypatch):
+    """A plan by limits of what is not known is that of all profiles."""
+
+    def plan(known):
+        options = dict(layers=3, devices=devices, operator=True, machine=machine, cache=known)
+        pipeline, state, batch = planned(small(), **options)
+        return pipeline.compile(state, batch).auto
+
+    found, compiled = plan(known := {}), len(known)
+    assert len(found.profiles) == found.possible
+    if machine.latency == 1e-3:  # no other place than one device is looked at, if it has room
+        assert found.logical_mesh_shapes == ([(1, 1)] * 2 if machine.memory > 6e3 else [(2, 1)])
+        assert (compiled == 6) == (machine.memory > 6e3) and compiled < len(known)
+    monkeypatch.setattr(profiles.Profiles, "_limit", lambda *_: 0.0)
+    every = plan(known)
+    assert every.seconds == pytest.approx(found.seconds, rel=1e-9)
+    assert (every.layers, every.chosen) == (found.layers, found.chosen)
 
 
 def test_equal_parts_of_layers_are_divided_alike():

@@ -22,6 +22,7 @@ MORE = {  # in make test-all
     "meshes": [0, 0, 1, 1],
     "planned": [0, 0, 0, 1],
 }
+EVALUATED = ["evaluated", "evaluated by marks"]
 # A thing that differs in process 1 -> what the error says does.
 OTHERS = {
     "wiring": "the update",
@@ -69,7 +70,8 @@ def results(cases, count, devices=2):
 @pytest.fixture(scope="module")
 def both(request):
     """What two processes found of each case; they do them all, one after the other."""
-    cases = [case for case in tried(request, "case") if case in {*EQUAL, *MORE, *FAILING}]
+    known = {*EQUAL, *MORE, *FAILING, *EVALUATED}
+    cases = [case for case in tried(request, "case") if case in known]
     return results([*cases, "idle", "local", "the same"], 2)
 
 
@@ -87,6 +89,15 @@ def test_steps_over_two_processes_equal_one_device(case, both):
     for name in ("loss", "kept", "names", "makespan", "actions"):
         assert one[name] == other[name]
     assert one["names"][0][0] == one["names"][-1][1] == "[0]['w0']"
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+def test_evaluation_over_two_processes_equals_one_device(case, both):
+    one, other = both[case]
+    for found in (one, other):
+        assert found["worst"] < 1e-12 and found["kinds"] == ["F"]
+        assert found["stays"] and found["home"] == [1]  # the state is not copied
+    assert one["hits"] == other["hits"]
 
 
 def test_a_process_may_run_a_pipeline_alone(both):

@@ -777,7 +777,8 @@ def assert_error(
         (dict(layers="auto"), "layers='auto': use 'manual'"),
         (
             dict(schedule="inference"),
-            "schedule='inference': use a schedule that trains.* whose forwards evaluate",
+            "schedule='inference': use one of dualpipe_v, eager_1f1b, gpipe, .*, zb_v; a step "
+            "without a gradient evaluates, and runs the forwards of any of them alone",
         ),
         (
             dict(stages=2, schedule=Schedule.from_csv("0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3")),

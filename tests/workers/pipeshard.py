@@ -4,6 +4,7 @@ The last line that it prints is JSON, with an object per case. Where there are s
 fails has its error there, and the next is tried.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -318,8 +319,48 @@ def planned(number):
     return train(number, stages=AutoStages())
 
 
+def evaluated(number, follow=True, **options):
+    """What a step without a gradient makes of a state in training, where training has it."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from pipelab.pipeshard import Pipeshard, mark_pipeline_boundary, parallelize
+
+    def evaluate(state, batch):
+        params, x = state[0], batch["x"]
+        for i in range(4):
+            x = jnp.tanh(x @ params[f"w{i}"])
+            mark_pipeline_boundary()
+        x = params["scale"] * x @ params["w0"].T
+        hits = jnp.sum(jnp.argmax(x, -1) == jnp.argmax(batch["y"], -1))
+        return {"out": x, "loss": jnp.mean((x - batch["y"]) ** 2), "hits": hits, "w3": params["w3"]}
+
+    optimizer = optax.adam(1e-2)
+    train = parallelize(step_of(optimizer), method := Pipeshard(4, stages=4, **options))
+    state, batch = start(optimizer)
+    expected, *_ = jax.jit(step_of(optimizer))(jax.tree.map(jnp.copy, state), batch)
+    state, *_ = train(state, batch)
+    if follow:
+        method = dataclasses.replace(method, stages=train.stages)
+    pipeline = parallelize(evaluate, method)
+    made = pipeline(state, batch)
+    found, wanted = pipeline.fetch(made), evaluate(expected, batch)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return {
+        "worst": max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
+        "hits": int(made["hits"]),
+        "stays": made["w3"] is state[0]["w3"],
+        "home": [d.process_index for d in made["w3"].sharding.device_set],
+        "kinds": sorted({a.kind.name for row in pipeline.schedule.rows for a in row}),
+    }
+
+
 OTHERS = "wiring", "parameter", "constant", "derivative", "plan", "x", "w1"
 CASES = {
+    "evaluated": evaluated,
+    "evaluated by marks": partial(evaluated, follow=False, schedule="gpipe"),
     "planned": planned,
     "1F1B": train,
     "gpipe": partial(train, schedule="gpipe", stages=2),

@@ -1,9 +1,9 @@
 """A plan that was found, with the profiles that it was found by."""
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,8 @@ class AutoPlan(ManualStages):
     """Stages that could have been written by hand, and why these.
 
     chosen        a profile per stage
-    profiles      of all stages that were possible
+    every         () -> the profiles of all stages that were possible
+    possible      how many these are
     seconds       of a train step, by these profiles: T = sum t + (micro-batches - 1) max t
     microbatches
     machine       whose memory is the limit, and whose seconds are modelled
@@ -29,11 +30,20 @@ class AutoPlan(ManualStages):
 
     fewest: ClassVar[int] = 1  # one stage, if that is the fastest
     chosen: tuple[StageProfile, ...] = ()
-    profiles: tuple[StageProfile, ...] = ()
+    every: Callable[[], tuple[StageProfile, ...]] = tuple
+    possible: int = 0
     seconds: float = math.inf
     microbatches: int = 1
     machine: Machine | None = None
     cluster: Any = ()
+
+    @cached_property
+    def profiles(self) -> tuple[StageProfile, ...]:
+        """Those of all stages that were possible.
+
+        A plan is found without some of them. These are compiled when this is first asked for.
+        """
+        return self.every()
 
     @property
     def logical_mesh_shapes(self) -> list[Shape]:
@@ -55,10 +65,10 @@ class AutoPlan(ManualStages):
         return [_row(each) for each in self.profiles]
 
     def __str__(self) -> str:
-        sources = Counter(each.source for each in self.profiles)
+        sources = dict.fromkeys(each.source for each in self.chosen)
         where = f" on {len(np.ravel(self.cluster))} x {self.machine.name}" if self.machine else ""
         title = (
-            f"Plan{where}: {len(self.chosen)} stages of {len(self.profiles)} possible ones: "
+            f"Plan{where}: {len(self.chosen)} stages of {self.possible} possible ones: "
             f"{1e3 * self.seconds:.4g} ms a step of {self.microbatches} micro-batches "
             f"({', '.join(sources)})"
         )

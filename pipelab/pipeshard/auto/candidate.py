@@ -11,10 +11,10 @@ times would say nothing about a machine with so many devices: there they come fr
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.jax.host import digest
-from pipelab.jax.jaxpr import Arrays, contains, spec_of, variables
+from pipelab.jax.jaxpr import Arrays, Variables, contains, spec_of, variables
 from pipelab.jax.passes import Groups, Passes, bytes_on_mesh, differentiate, passes
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import CONSTRAINT, PipeshardError, on_mesh, shape_of
@@ -46,21 +46,42 @@ EXHAUSTIVE = 30  # assignments of a layer; beyond, one parameter after another
 class StageCandidate:
     """Some layers in a row, as a stage of the problem.
 
-    graphs, s  the stages, of which it is the s-th: what is before it and what is after it
+    stages, s  the layers of what is before it, of itself, and of what is after it; which it is
     """
 
-    def __init__(self, problem: StageProblem, first: int, last: int) -> None:
-        self.problem, self.layers = problem, (first, last)
-        # The loss in up to three stages: what is before, these layers, what is after.
-        parts = [range(first), range(first, last + 1), range(last + 1, problem.layers)]
-        self.stages = [list(part) for part in parts if part]
-        parameters = list(problem.parameters)
-        self.graphs = cut(problem.loss, parameters, problem.batch, self.stages, problem.trains)
+    def __init__(
+        self,
+        problem: StageProblem,
+        first: int,
+        last: int,
+        parts: Sequence["StageCandidate"] = (),
+    ) -> None:
+        """`parts`: its layers as candidates, if each of them can be a stage."""
+        self.problem, self.layers, self._parts = problem, (first, last), parts
+        stages = [range(first), range(first, last + 1), range(last + 1, problem.layers)]
+        self.stages = [list(part) for part in stages if part]
         self.s = 1 if first else 0
+
+    @cached_property
+    def graphs(self) -> list[StageGraph]:
+        """The loss in these stages. PipeshardError where one of them has nothing to do."""
+        problem = self.problem
+        parameters = list(problem.parameters)
+        return cut(problem.loss, parameters, problem.batch, self.stages, problem.trains)
 
     @property
     def graph(self) -> StageGraph:
         return self.graphs[self.s]
+
+    @cached_property
+    def reads(self) -> tuple[Variables, Variables, Variables]:
+        """Its parameters, what else is the same for all micro-batches, and its data."""
+        # To cut the loss takes much longer, and most runs of many layers are never compiled.
+        if not self._parts:
+            return self.graph.parameters, self.graph.fixed, self.graph.data
+        several = zip(*(part.reads for part in self._parts), strict=True)
+        parameters, fixed, data = (list(dict.fromkeys(chain(*of))) for of in several)
+        return parameters, fixed, data
 
     @cached_property
     def passes(self) -> Passes:
@@ -169,12 +190,25 @@ def both_passes(graph: StageGraph, trains: bool, *arrays: Any) -> tuple[Arrays, 
 
 def candidates(problem: StageProblem) -> Iterator[StageCandidate]:
     """Every run of layers that can be a stage."""
+    single: list[StageCandidate | None] = []
+    for k in range(problem.layers):
+        layer = StageCandidate(problem, k, k)
+        single.append(layer if _has_work(layer) else None)
     for first in range(problem.layers):
         for last in range(first, problem.layers):
-            try:
-                yield StageCandidate(problem, first, last)
-            except PipeshardError:  # it would have nothing to do
-                continue
+            parts = [each for each in single[first : last + 1] if each]
+            if len(parts) == last - first + 1:  # so has each run of layers that all have work
+                yield StageCandidate(problem, first, last, parts) if last > first else parts[0]
+            elif last > first and _has_work(run := StageCandidate(problem, first, last)):
+                yield run
+
+
+def _has_work(run: StageCandidate) -> bool:
+    """Whether a run, what is before it and what is after it have something to do."""
+    try:
+        return bool(run.graphs)
+    except PipeshardError:
+        return False
 
 
 def operator_specs(
@@ -386,7 +420,7 @@ def profile_stage(
     """
     # [1] How long it takes.
     costs, activations, seconds = found
-    graph, problem = stage.candidate.graph, stage.candidate.problem
+    (weights, fixed, data), problem = stage.candidate.reads, stage.candidate.problem
     times = seconds or [cost.seconds(machine) for cost in costs]
     forward, backward, *reduction = times if problem.trains else [*times, 0.0]
 
@@ -394,10 +428,10 @@ def profile_stage(
     def share(v: Var) -> int:
         return bytes_on_mesh(stage.spec(v)) // stage.mesh.size
 
-    parameters = held = sum(map(share, graph.parameters))
+    parameters = held = sum(map(share, weights))
     if problem.trains:
-        held += parameters + sum(share(p) * state[p] for p in graph.parameters)
-    held += sum(map(share, graph.fixed)) + problem.method.microbatches * sum(map(share, graph.data))
+        held += parameters + sum(share(p) * state[p] for p in weights)
+    held += sum(map(share, fixed)) + problem.method.microbatches * sum(map(share, data))
     # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
     # are counted for each micro-batch in flight.
     beside = [cost.peak_bytes - cost.argument_bytes for cost in costs[:2]]

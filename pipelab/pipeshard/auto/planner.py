@@ -1,37 +1,22 @@
 """Stages, their meshes and how these divide the work, found for a train step."""
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import product
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Var
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
-from pipelab.pipeshard.auto.assignment import Choice, StageTable, best_stages, submeshes
+from pipelab.pipeshard.auto.assignment import best_stages
 from pipelab.pipeshard.auto.auto_plan import AutoPlan
-from pipelab.pipeshard.auto.candidate import (
-    Cache,
-    Placed,
-    Runs,
-    Specs,
-    StageCandidate,
-    StageProfile,
-    candidates,
-    mesh_of,
-    operator_specs,
-    profile_stage,
-    roles,
-)
+from pipelab.pipeshard.auto.candidate import Cache, StageProfile
 from pipelab.pipeshard.auto.cost_model import machine_of
-from pipelab.pipeshard.auto.sharding import over_model
+from pipelab.pipeshard.auto.profiles import Profiles
 from pipelab.pipeshard.method import Shape, StageProblem, owner_of
 from pipelab.schedules import make
 
@@ -40,10 +25,11 @@ from pipelab.schedules import make
 class AutoStages:
     """Finds the stages with the shortest train step that fit the devices' memory (Alpa, section 5).
 
-    Every run of layers is compiled for every submesh that it may get, as data parallel, operator
-    parallel and both, unless an equal one has been compiled before; then a dynamic program chooses.
-    Where equal layers follow each other, two of them are compiled at most, and modelled seconds of
-    more are added up (`candidate.Runs`).
+    A dynamic program chooses among all runs of layers on all submeshes that they may get, as data
+    parallel, operator parallel and both. Each run is compiled for one device, and for a submesh if
+    it might be chosen there (`auto.profiles`), unless an equal one has been compiled before. Where
+    equal layers follow each other, two of them are compiled at most, and modelled seconds of more
+    are added up (`candidate.Runs`).
 
     machine   whose memory is the limit, and whose seconds are modelled: a `Machine`, or the name of
               one of MACHINES; "here" is the one with such devices (`auto.cost_model.machine_of`).
@@ -84,28 +70,36 @@ class AutoStages:
         method.table_for(
             1, problem.trains
         )  # what is wrong with the schedule is said before all that follows
-        # [1] What every possible stage costs.
         profiles = self._profiles(problem, devices, hosts, machine)
 
-        # [2] The best of them.
         # Micro-batches that a stage holds, by the stages from it to the last one: the table's own.
         @cache
         def in_flight(remaining: int) -> int:
             return make(schedule, remaining, m).peak_in_flight[0]
 
-        problem.bar.phase("stages", 0)
-        table, known = _table(profiles, problem.layers)
-        found = best_stages(table, len(devices), m, machine.memory, in_flight)
-        chosen = [known[stage] for stage in found.stages]
+        # [1] The best stages by what is known and by limits of all else, until it is known.
+        missing = profiles.places[:1]
+        while missing:
+            profiles.look(missing)
+            problem.bar.phase("stages", 0)
+            try:
+                table = profiles.table()
+                found = best_stages(table, len(devices), m, machine.memory, in_flight)
+                missing = profiles.open(found.stages)
+            except PipeshardError:  # to say what comes closest needs all of them
+                if not (missing := profiles.open()):
+                    raise
+        chosen = profiles.of(found.stages)
 
-        # [3] Which devices.
+        # [2] Which devices.
         parameters = {problem.paths[a]: shape_of(a) for a in problem.parameters.values()}
         return AutoPlan(
             [list(range(s.first, s.last + 1)) for s in found.stages],
             _place(chosen, devices, hosts),
             [partial(_spec, stage.sharding, parameters) for stage in chosen],
             chosen=tuple(chosen),
-            profiles=tuple(profiles),
+            every=profiles.every,
+            possible=len(profiles.runs) * len(profiles.places),
             seconds=found.seconds,
             microbatches=m,
             machine=machine,
@@ -140,71 +134,12 @@ class AutoStages:
 
     def _profiles(
         self, problem: StageProblem, devices: list[Any], hosts: int, machine: Machine
-    ) -> list[StageProfile]:
-        """The profiles of every run of layers in every place."""
-        places = list(self._places(devices, hosts, problem.samples))
-        # A process compiles for devices of its own, as far as there are enough of them.
-        here = jax.process_index()
-        devices = sorted(devices, key=lambda device: device.process_index != here)
+    ) -> Profiles:
         measured = self.measured
         if measured is None:  # host devices share the cores of a CPU; processes would differ
             measured = devices[0].platform != "cpu" and jax.process_count() == 1
-        runs = list(candidates(problem))
-        state = _state_of_parameters(problem)
-        # [1] How each layer divides its parameters; a shared one lies as its first layer says.
-        most = max(model for _, (_, model) in places)
-        # Layers of which there are most come first: others that have parts like theirs follow them.
-        divided, known = dict[Var, PartitionSpec](), dict[Any, PartitionSpec]()
-        layers = [each for each in runs if each.layers[0] == each.layers[1]] if most > 1 else []
-        problem.bar.phase("shardings", len(layers))
-        equal = Counter(layer.text for layer in layers)
-        for layer in sorted(layers, key=lambda layer: -equal[layer.text]):
-            mine = roles(layer)
-            seeds = {p: known[role] for role, p in mine.items() if role in known}
-            seeds |= {p: divided[p] for p in mine.values() if p in divided}
-            mesh = mesh_of(devices, (1, most))
-            found = operator_specs(layer, mesh, machine, self.cache, seeds)
-            known |= {role: found[p] for role, p in mine.items() if p in found}
-            divided |= found
-            problem.bar.step()
-        # [2] Every run of layers in every place.
-        on: dict[Shape, Runs] = {}
-        for _, logical in places:
-            mesh = mesh_of(devices, logical)
-            stages = {
-                each.layers: Placed(each, mesh, _fitting(divided, each, mesh)) for each in runs
-            }
-            on[logical] = Runs(stages, measured, self.cache)
-        profiles = []
-        problem.bar.phase("profiles", len(runs) * len(places))
-        for each, (submesh, logical) in product(runs, places):
-            stage, shown = on[logical].stages[each.layers], on[logical].find(*each.layers)
-            profiles.append(profile_stage(stage, shown, submesh, state, machine))
-            problem.bar.step()
-        return profiles
-
-    def _places(
-        self, devices: list[Any], hosts: int, samples: int
-    ) -> Iterator[tuple[Shape, Shape]]:
-        """Submeshes, each with all its shapes (data, model)."""
-        apart = devices[0].process_index != devices[-1].process_index
-        # A mesh belongs to one process.
-        for submesh in submeshes(1 if apart else hosts, len(devices) // hosts):
-            count = math.prod(submesh)
-            # (4, 1) is data parallel, (1, 4) operator parallel, (2, 2) both
-            for model in range(1, count + 1 if self.operator else 2):
-                if count % model == 0 and samples % (count // model) == 0:
-                    yield submesh, (count // model, model)
-
-
-def _fitting(divided: Specs, each: StageCandidate, mesh: Mesh) -> Specs:
-    """How the parameters of a run of layers are divided over a mesh."""
-    # What was divided over more devices may not divide over these, or over fewer.
-    return {
-        p: spec
-        for p in each.graph.parameters
-        if (spec := divided.get(p)) and spec in over_model(shape_of(p), mesh)
-    }
+        how: Any = dict(measured=measured, operator=self.operator, memory=self.cache)
+        return Profiles(problem, devices, hosts, machine, **how)
 
 
 def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> list[Any]:
@@ -225,23 +160,6 @@ def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> li
     return meshes
 
 
-def _table(
-    profiles: Sequence[StageProfile], layers: int
-) -> tuple[StageTable, dict[Choice, StageProfile]]:
-    """The profiles as arrays, and by their place in these."""
-    choices = list(dict.fromkeys((each.submesh, each.logical) for each in profiles))
-    held, activation, seconds = np.zeros((3, layers, layers, len(choices)))
-    seconds[:] = np.inf  # of what is not a stage, such as layers 3 to 1
-    known = {}
-    for each in profiles:
-        place = Choice(*each.layers, choices.index((each.submesh, each.logical)))
-        known[place] = each
-        seconds[place] = each.seconds
-        held[place], activation[place] = each.held_bytes, each.activation_bytes
-    counts = tuple(math.prod(submesh) for submesh, _ in choices)
-    return StageTable(counts, seconds, held, activation), known
-
-
 # ---- the optimizer's state lies as the parameter that it belongs to
 
 
@@ -250,12 +168,3 @@ def _spec(
 ) -> PartitionSpec:
     """How an argument with this path and shape is divided."""
     return specs.get(owner_of(path, shape, parameters) or path, PartitionSpec())
-
-
-def _state_of_parameters(problem: StageProblem) -> Counter[Var]:
-    """Parameter -> how many other arrays of the state belong to it."""
-    arguments = {problem.paths[a]: p for p, a in problem.parameters.items()}
-    shapes = {path: shape_of(p) for path, p in arguments.items()}
-    others = [v for v in problem.state if problem.paths[v] not in arguments]
-    owners = [owner_of(problem.paths[v], shape_of(v), shapes) for v in others]
-    return Counter(arguments[owner] for owner in owners if owner is not None)

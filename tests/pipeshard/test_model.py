@@ -1,0 +1,215 @@
+"""Models of flax in stages: the model's own results, to the last bit, and its own training."""
+
+from functools import partial
+
+import tests.jax_setup  # isort: skip  # noqa: F401
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import pipelab
+from pipelab.pipeshard.model import cut_model, join_weights
+
+TOKENS = np.random.default_rng(0).integers(0, 11, (8, 5))
+DEEP = dict(param_dtype=jnp.float64)
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x, mask):
+        attention = linen.MultiHeadDotProductAttention(num_heads=2, **DEEP)
+        x = x + attention(linen.LayerNorm(**DEEP)(x), mask=mask)
+        wide = linen.Dense(16, **DEEP)(linen.LayerNorm(**DEEP)(x))
+        return x + linen.Dense(8, **DEEP)(linen.gelu(wide)), None
+
+
+class GPT(linen.Module):
+    """Its head is the embedding; all blocks read a mask, which is made of the tokens."""
+
+    scanned: bool
+
+    @linen.compact
+    def __call__(self, tokens):
+        embedding = linen.Embed(11, 8, **DEEP)
+        seen = linen.make_attention_mask(tokens > 0, tokens > 0)
+        x, mask = embedding(tokens), linen.combine_masks(linen.make_causal_mask(tokens), seen)
+        if self.scanned:
+            options = dict(variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+            x, _ = linen.scan(Block, in_axes=linen.broadcast, **options)()(x, mask)
+        else:
+            for _ in range(4):
+                x, _ = Block()(x, mask)
+        return embedding.attend(linen.LayerNorm(**DEEP)(x))
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(8, rngs=rngs, **DEEP)
+        self.up, self.down = (nnx.Linear(*n, rngs=rngs, **DEEP) for n in ((8, 16), (16, 8)))
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs, scanned):
+        self.embed = nnx.Embed(11, 8, rngs=rngs, **DEEP)
+        self.head = nnx.Linear(8, 11, rngs=rngs, **DEEP)
+        if scanned:
+            many = nnx.split_rngs(splits=4)(nnx.vmap(Layer, in_axes=(0,), out_axes=0))
+            self.layers = many(rngs)
+        else:
+            self.layers = nnx.List([Layer(rngs) for _ in range(4)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        if isinstance(self.layers, nnx.List):
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+        over = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.head(over(x, self.layers))
+
+
+def made(kind, scanned):
+    """A model, its function (parameters, x), and its parameters."""
+    if kind == "linen":
+        module = GPT(scanned)
+        variables = module.init(jax.random.key(0), TOKENS)
+        run = lambda p, x: module.apply({"params": p}, x)  # noqa: E731
+        return (module, variables), run, variables["params"]
+    model = Stack(nnx.Rngs(0), scanned)
+    graph, parameters = nnx.split(model, nnx.Param)
+    return model, lambda p, x: nnx.merge(graph, p)(x), parameters
+
+
+KINDS = [(kind, scanned) for kind in ("linen", "nnx") for scanned in (False, True)]
+
+
+def through(parts, x):
+    for function, parameters in parts:
+        x = function(parameters, x)
+    return x
+
+
+@pytest.mark.parametrize(("kind", "scanned"), KINDS)
+@pytest.mark.parametrize("balance", [[3, 3], [1, 1, 3, 1], [6]])
+def test_the_stages_give_what_the_model_gives(kind, scanned, balance):
+    model, run, parameters = made(kind, scanned)
+    parts = cut_model(model, balance, TOKENS)
+    for x in (TOKENS, TOKENS[:3]):  # as many samples as it was looked at with, and fewer
+        found = jax.jit(partial(through, parts))(x)
+        assert found.dtype == np.float64
+        np.testing.assert_array_equal(found, jax.jit(run)(parameters, x))
+        if not scanned:  # a scan is compiled even then
+            with jax.disable_jit():
+                np.testing.assert_array_equal(through(parts, x), run(parameters, x))
+    names = [name for _, mine in parts for name in mine]
+    assert len(set(names)) == len(names)  # each weight has one owner
+    whole = join_weights([mine for _, mine in parts], parameters)
+    jax.tree.map(np.testing.assert_array_equal, whole, parameters)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_stage_has_its_blocks_and_hands_on_one_array(scanned):
+    model, *_ = made("nnx", scanned)
+    parts = cut_model(model, [3, 3], TOKENS)
+    (sent,) = parts[0][0](parts[0][1], TOKENS)
+    assert sent.shape == (8, 5, 8)
+    ups = [[name for name in sorted(mine) if "['up']['kernel']" in name] for _, mine in parts]
+    layers = "['layers']['up']['kernel'].value"
+    apart = [[f"['layers'][{k}]['up']['kernel'].value" for k in pair] for pair in ((0, 1), (2, 3))]
+    assert ups == ([[f"{layers}[0:2]"], [f"{layers}[2:4]"]] if scanned else apart)
+    others = [sorted(name for name in mine if "layers" not in name) for _, mine in parts]
+    head = ["['head']['bias'].value", "['head']['kernel'].value"]
+    assert others == [["['embed']['embedding'].value"], head]
+
+
+@pytest.mark.parametrize(("kind", "scanned"), KINDS)
+def test_it_trains_as_a_plain_loop_does(kind, scanned):
+    model, run, parameters = made(kind, scanned)
+    random = np.random.default_rng(1)
+    batches = [(random.integers(0, 11, (8, 5)), random.integers(0, 11, (8, 5))) for _ in range(2)]
+
+    def loss(y, target):
+        return optax.softmax_cross_entropy_with_integer_labels(y, target).mean()
+
+    optimizer = optax.adam(1e-2)
+    found = pipelab.run(
+        pipelab.make("pipedream_flush", 2, 4, batches=2),
+        cut_model(model, [3, 3], TOKENS),
+        batches,
+        loss,
+        optimizer,
+        backend="jax",
+    )
+    assert found.check.passed, found.check
+    state = optimizer.init(parameters)
+    losses = []
+    for x, target in batches:
+        value, gradients = jax.value_and_grad(lambda p: loss(run(p, x), target))(parameters)  # noqa: B023
+        change, state = optimizer.update(gradients, state, parameters)
+        parameters = optax.apply_updates(parameters, change)
+        losses.append(float(value))
+    np.testing.assert_allclose(found.losses, losses, rtol=1e-12)
+    trained = join_weights(found.weights, parameters)
+    close = partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+    jax.tree.map(close, trained, parameters)
+
+
+class Twice(nnx.Module):
+    def __init__(self, rngs, how):
+        self.layers, self.how = nnx.List([Layer(rngs) for _ in range(2)]), how
+        self.stack = nnx.split_rngs(splits=2)(nnx.vmap(Layer, in_axes=(0,)))(rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        if self.how == "reverse":
+            options = dict(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, reverse=True)
+            return nnx.scan(lambda x, layer: layer(x), **options)(x, self.stack)
+        return (x, x) if self.how == "two" else self.layers[0](x)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            lambda: Twice(nnx.Rngs(0), "again"),
+            r"block 0 of \['layers'\] are read again",
+        ),
+        (lambda: Twice(nnx.Rngs(0), "two"), "the model returns 2 arrays, not one: write"),
+        (lambda: Twice(nnx.Rngs(0), "reverse"), "scanned in reverse: write the stages by hand"),
+        (lambda: Layer(nnx.Rngs(0)), "no blocks are seen: .*: write the stages by hand: pairs"),
+        (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "changes its state .dropout"),
+    ],
+)
+def test_what_is_not_cut(model, message):
+    with pytest.raises(ValueError, match=message):
+        cut_model(model(), [1, 1], jnp.ones((4, 8)))
+
+
+def test_a_weight_that_nothing_reads_stays_as_it_is():
+    model = Stack(nnx.Rngs(0), False)
+    model.spare = nnx.Linear(2, 2, rngs=nnx.Rngs(1))
+    weights = nnx.state(model, nnx.Param)
+    trained = [jax.tree.map(lambda w: w + 1, mine) for _, mine in cut_model(model, [3, 3], TOKENS)]
+    joined = join_weights(trained, weights)
+    np.testing.assert_array_equal(joined.spare.kernel[...], weights.spare.kernel[...])
+    np.testing.assert_array_equal(joined.head.kernel[...], weights.head.kernel[...] + 1)
+
+
+def test_a_balance_names_the_layers_there_are():
+    match = r"balance \[2, 2\] for 6 layers \(one before the blocks, 4 blocks, one after\): give"
+    for scanned in (False, True):
+        with pytest.raises(ValueError, match=match):
+            cut_model(made("linen", scanned)[0], [2, 2], TOKENS)
