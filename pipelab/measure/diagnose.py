@@ -213,7 +213,8 @@ def _what_ifs(s: Schedule, costs: Costs) -> Iterator[WhatIf]:
     twice = _made(s, s.name, 2 * s.microbatches, virtual)
     if twice and s == _made(s, s.name, s.microbatches, virtual):
         change = f"twice the micro-batches, m = {twice.microbatches}, of"
-        half: dict[str, Any] = {name: [x / 2 for x in costs.of(name, s.stages)] for name in PASSES}
+        n = s.model_stages
+        half: dict[str, Any] = {name: [x / 2 for x in costs.of(name, n)] for name in PASSES}
         yield tried(f"{change} the same size", twice, costs)
         yield tried(f"{change} half the size", twice, replace(costs, **half), 0.5)
     whole = _of_devices(s, costs)
@@ -244,7 +245,7 @@ def _of_devices(s: Schedule, costs: Costs) -> Costs:
     """The costs of a device's stages as those of one."""
     sums: dict[str, Any] = {name: [0.0] * s.devices for name in (*PASSES, "update")}
     for name, seconds in sums.items():
-        for stage, device in enumerate(s.placement):
-            # A micro-batch takes one copy of the model.
-            seconds[device] += costs.of(name, s.stages)[stage] / s.copies
-    return replace(costs, **sums)
+        # Those of one copy of the model, as a micro-batch takes one.
+        for stage, device in enumerate(s.placement[: s.model_stages]):
+            seconds[device] += costs.of(name, s.model_stages)[stage]
+    return replace(costs, **sums, together=None)

@@ -76,7 +76,7 @@ def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
         return [x if of_warm else y for x, y, of_warm in zip(new, old, warm, strict=True)]
 
     def makespan(factor: float) -> float:
-        costs = scaled(factor)
+        costs = scaled(factor).of_copies(s)
         later = map(max, waits(s, costs), starts)
         laid = mixed(durations(s, costs), duration), mixed(delays(s, costs), delay)
         return lay(s, *laid, mixed(later, wait)).makespan
@@ -108,7 +108,7 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
         if i in s.joined:
             start, end = timeline.start[i - 1 : i + 1], timeline.end[i - 1 : i + 1]
             for one in (stage, s.actions[i - 1].stage):
-                together[one].append(max(end) - min(start))
+                together[one % s.model_stages].append(max(end) - min(start))
         if i in crossing:
             on_way[link[i], fed[i]].append(delay[i])
         # First actions wait for no action, and an update may wait for other stages' gradients:
@@ -119,14 +119,21 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
     extra = max(_mean(lost_fed) - lost, 0.0)
 
     def seconds(kind: Kind) -> list[float]:
-        keys = [(kind, stage) for stage in range(s.stages)]
-        return [_mean(took[key] or paired[key]) for key in keys]
+        """By stage of the model, of all its copies."""
+        found = []
+        for stage in range(s.model_stages):
+            keys = [(kind, one) for one in range(stage, s.stages, s.model_stages)]
+            alone = [x for key in keys for x in took[key]]
+            mean = _mean(alone or [x for key in keys for x in paired[key]])
+            found.append(mean * (1 if kind is Kind.U else s.per_sequence))  # of whole sequences
+        return found
 
     def transfer(of_links: Iterable[int]) -> float:
-        late, early = ([x for n in of_links for x in on_way[n, f]] for f in (True, False))
+        links = [n + c * s.model_stages for n in of_links for c in range(s.copies)]
+        late, early = ([x for n in links for x in on_way[n, f]] for f in (True, False))
         return _mean(late or early) + extra  # how long one took that came early is not always known
 
-    whole, every = seconds(Kind.B), range(s.stages - 1)
+    whole, every = seconds(Kind.B), range(s.model_stages - 1)
     input_grad, weight_grad = (
         [b / 2 or half for b, half in zip(whole, seconds(kind), strict=True)]
         for kind in (Kind.I, Kind.W)
@@ -166,10 +173,10 @@ def _bytes(timeline: Timeline, memory: Memory) -> dict[str, Any]:
     """Per stage, each byte cost that a memory shows."""
     s = timeline.schedule
     stages = Counter(s.placement)
-    in_flight = [max(peak, 1) for peak in s.peak_in_flight]
+    in_flight = [max(peak, 1) / s.per_sequence for peak in s.peak_in_flight]
     shares: dict[str, Any] = {"weights": stages, "optimizer": stages, "activations": in_flight}
     found = {
-        cause: [memory.peak(cause)[d] / share[d] for d in s.placement]
+        cause: [memory.peak(cause)[d] / share[d] for d in s.placement[: s.model_stages]]
         for cause, share in shares.items()
     }
     return found | (_split_activations(timeline, memory) if Kind.I in s.kinds else {})
@@ -206,7 +213,10 @@ def _split_activations(timeline: Timeline, memory: Memory) -> dict[str, list[flo
             whole, kept = max(sizes[i], 0.0), max(sizes[i + len(stages)], 0.0)
             found["activations"][stage] = whole
             found["weight_activations"][stage] = kept if stage in split else whole
-    return found
+    return {
+        name: [s.per_sequence * size for size in sizes[: s.model_stages]]
+        for name, sizes in found.items()
+    }
 
 
 def _mean(values: list[float]) -> float:

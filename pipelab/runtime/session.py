@@ -302,7 +302,7 @@ class Session(AbstractContextManager):
                     for replica in range(self.options.replicas)
                     for copy in range(segment.table.copies)
                 ],
-                wing.saved(save)[: segment.table.model_stages] if save else (),
+                wing.saved(save) if save else (),
                 lambda wide: Reference(
                     wing.arithmetic(wide, segment.done.updates, states),
                     options,

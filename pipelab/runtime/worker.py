@@ -123,6 +123,7 @@ class Worker:
     began: float
     progress: Callable[[int], None] | None = None
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
+    _ended: dict[int, int] = field(default_factory=dict)  # stage -> the latest update told of
 
     def work(self, order: Order) -> Outcome:
         """Carry an order out."""
@@ -210,14 +211,10 @@ class Worker:
             partial(self._compute, each, received)
             for each, (received, _) in zip(actions, inputs, strict=True)
         )
-        waiting = [self.device.beside(compute) for compute in first]
-        try:
-            done = last()
-        finally:  # nothing goes on behind an error
-            others = [wait() for wait in waiting]
+        outcomes = self._together(first, last, len({each.stage for each in actions}) > 1)
         self.record.late += self._take_time(i)
         for each, (received, arrived), (output, start, end) in zip(
-            actions, inputs, [*others, done], strict=True
+            actions, inputs, outcomes, strict=True
         ):
             # After the mark of its end: what the check keeps is not the action's time.
             end = self.device.now() if self.paces else end
@@ -226,11 +223,27 @@ class Worker:
                 # [3] send what it makes
                 self._send(each, output)
                 if each.kind in (Kind.B, Kind.W):
-                    self._end_backwards(each, self.stages[each.stage])
+                    update = each.microbatch // self.job.schedule.per_update
+                    if self.stages[each.stage].complete(update):
+                        self._end_backwards(each.stage, update)
             # [4] note what happened
             if self.order.report:
                 self._note(each, received, arrived, start, end)
         return True
+
+    def _together(
+        self, first: Sequence[Callable[[], Any]], last: Callable[[], Any], apart: bool
+    ) -> list[Any]:
+        """The outcomes of work that overlaps; of one stage, whose module two threads must not use,
+        one after the other."""
+        if not apart:
+            return [compute() for compute in (*first, last)]
+        waiting = [self.device.beside(compute) for compute in first]
+        try:
+            done = last()
+        finally:  # nothing goes on behind an error
+            others = [wait() for wait in waiting]
+        return [*others, done]
 
     def _compute(self, action: Action, received: Any) -> tuple[Any, Any, Any]:
         """The output of an action, and marks of its start and end."""
@@ -283,6 +296,11 @@ class Worker:
         # An update waits for news, all others for the output of one action at most.
         stage, kind, microbatch = action
         if kind is Kind.U and stage in self.job.partners:
+            # A copy of the model that took no micro-batch has no backward to tell it after: all
+            # here are told of before one waits.
+            for own, of_stage in self.stages.items():
+                if self._ended.get(own, -1) < microbatch and of_stage.complete(microbatch):
+                    self._end_backwards(own, microbatch)
             return self._collect_news(action), math.nan
         step, name = TAKES.get(kind, NOTHING)
         source = stage + step
@@ -315,18 +333,16 @@ class Worker:
         alike = stage // table.model_stages == other // table.model_stages
         return table.placement[other] if alike else None
 
-    def _end_backwards(self, action: Action, stage: Stage) -> None:
-        """After the last backward of an update: add up over replicas, and tell partners.
+    def _end_backwards(self, own: int, update: int) -> None:
+        """After a stage's last backward of an update: add up over replicas, and tell partners.
 
         What their updates wait for is told here and not in the update itself: two updates that wait
         for each other would never end. Replicas may wait for each other, since they do the
         same things in the same order.
         """
-        update = action.microbatch // self.job.schedule.per_update
-        if not stage.complete(update):
-            return
+        stage, row = self.stages[own], self.job.row
+        self._ended[own] = update
         # [1] the sums over all replicas, the same in each
-        row, own = self.job.row, action.stage
         if self.job.replicas > 1:
             sums = stage.sums(update)
             sums = self.transport.sum_over_replicas((own, update), row, sums, self.device)

@@ -100,7 +100,8 @@ def repeat(table: AnyTable, batches: int) -> AnyTable:
 def overlap(table: AnyTable) -> AnyTable:
     """The same table, every forward of which overlaps with a backward B right behind it.
 
-    But for the backward of the same forward, which has to wait for it.
+    But for the backward of the same forward, which has to wait for it. A pair waits for both
+    inputs, so that not every table can run then: `validate` tells.
     """
     pairs = (pair for row in table.rows for pair in pairwise(row))
     found = frozenset(

@@ -104,7 +104,7 @@ def write_index(
     """Describe the stages' files in `folder`, after `done` batches."""
     with writing(folder):
         # The digests tie the files together: one of another checkpoint is found out.
-        digests = [_digest(_file(folder, s)) for s in range(schedule.stages)]
+        digests = [_digest(_file(folder, s)) for s in range(schedule.model_stages)]
         table, layers = schedule.to_csv(), layers_in(stages)
         index = Index(done, seed, schedule.asynchronous, table, digests, owner, layers)
         content = asdict(index)

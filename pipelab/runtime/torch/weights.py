@@ -228,7 +228,7 @@ class VersionedStage(CountingStage):
             self.total[name] if name in self.total else torch.zeros_like(self._handles[name])
             for name in self._trained
         ]
-        counted = [self.counts[update], *(name in self.total for name in self._trained)]
+        counted = [self.counts.get(update, 0.0), *(name in self.total for name in self._trained)]
         counts = torch.tensor(counted, dtype=torch.float64, device=self.device.device)
         return [counts, *gradients]
 

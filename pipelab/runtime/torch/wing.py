@@ -93,6 +93,8 @@ class TorchJob(Job):
             return None
         try:
             for s, stage in stages.items():
+                if s >= self.schedule.model_stages:  # a copy, whose weights are those of the first
+                    continue
                 # Weights that are not trained, such as those below adapters, are the model's.
                 state = stage.resume_state().without(stage.frozen())
                 checkpoint.save_stage(order.save, s, state)
@@ -144,8 +146,11 @@ class TorchWing(Wing):
         index = Index.read(path)
         index.check_fits(path, self.schedule, endless)
         self.begun = index.batch
-        factory = self.options.optimizer
-        self.start = checkpoint.states_for(folder, index, self.stages, self._here(), factory)
+        n, factory = self.schedule.model_stages, self.options.optimizer
+        here = self._here()
+        wanted = sorted({s % n for s in here})
+        states = checkpoint.states_for(folder, index, self.stages[:n], wanted, factory)
+        self.start = {s: states[s % n] for s in here}
         read = [] if endless else Segment(self.schedule, 0, index.batch).later_in_table()
         for s, versions in enumerate(read):
             lost = versions - {*self.start[s].weights} if s in self.start else ()
@@ -246,7 +251,8 @@ class TorchWing(Wing):
             yield draft
             if first:
                 seed, owner = self.options.seed, self.owner
-                checkpoint.write_index(draft, self.schedule, done, seed, owner, self.stages)
+                stages = self.stages[: self.schedule.model_stages]
+                checkpoint.write_index(draft, self.schedule, done, seed, owner, stages)
         self.launcher.from_first(lambda: None, "save")  # all ranks may read it from now on
 
     def save_loader(self, folder: Path, loader: Any) -> None:
@@ -260,7 +266,7 @@ class TorchWing(Wing):
         index = Index.read(folder)
         return [
             checkpoint.load_stage(folder, s, index).completed(stage)
-            for s, stage in enumerate(self.stages)
+            for s, stage in enumerate(self.stages[: self.schedule.model_stages])
         ]
 
     def check_caller(self) -> None:

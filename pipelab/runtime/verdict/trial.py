@@ -27,7 +27,7 @@ from pipelab.runtime.verdict.views import (
 
 Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
 CUT = "the undivided batch's gradient"
-NEAR = 2.0**5 * EPS_32  # what rounding alone leads to in single precision, as a share of a tensor
+NEAR = 2.0**4  # eps of the run's precision: as far as rounding alone leads, as a share of a tensor
 COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
 
 
@@ -107,14 +107,15 @@ class Trial:
             return
         losses, gradients = self.truth.gradients([undivided] if undivided else pieces)
         again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
-        near = True  # whether our own computing, in micro-batches, is as near as rounding allows
+        # Whether our own computing, in micro-batches, is as near as rounding allows.
+        near, limit = True, self.found.check.tolerance * NEAR * compute.coarsest
         for name, expected in gradients.items():
             # A second opinion is off by the coarsest rounding that there is anywhere inside.
             size = max(compute.eps[name], self.narrowed, compute.mixed)
             visible = self._compare_gradient(
                 t, name, run[name], expected, own_gradients[name], again(name, size)
             )
-            near = near and (visible or 0.0) <= self.found.check.tolerance * NEAR
+            near = near and visible is not None and visible <= limit
         if undivided and self.coarse:
             self._compare_narrowed_cut(gradients, own_gradients, pieces)
         # A Trainer looks at its first batch only, of the many that it checks.

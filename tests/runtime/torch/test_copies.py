@@ -7,7 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipelab import Action, Costs, Kind, Schedule, ScheduleError, evaluate, make, run, validate
+from pipelab import (
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    ScheduleError,
+    diagnose,
+    evaluate,
+    fit,
+    make,
+    memory,
+    run,
+    simulate,
+    validate,
+)
+from pipelab.models import load
 from pipelab.training.trainer import Trainer
 from tests.runtime.test_run import SGD, batches, stages
 
@@ -90,6 +105,44 @@ def test_a_trainer_takes_short_batches():
     assert len(trained) == 3 and len(weights) == 4
 
 
+def test_a_copy_may_have_no_micro_batch():
+    for table in (make("chimera", 2, 1, batches=2), make("dualpipe", 4, 1, batches=2)):
+        model = stages(table.devices)
+        done = run(table, model, batches(2), F.mse_loss, SGD, clip=0.5, replicas=2)
+        assert done.check.passed, done.check
+    with Trainer(make("dualpipe", 4, 8), stages(4), F.mse_loss, SGD) as trainer:
+        data = [batches(1, samples=n)[0] for n in (16, 1, 2)]
+        assert len(list(trainer.fit(data))) == 3
+
+
+def test_a_checkpoint_of_copies_is_one_of_the_model(tmp_path):
+    """Written by one kind of table, read by the other, and into the model."""
+    data, sizes = batches(4), {"batches": 4}
+    tables = make("chimera", 2, 4, **sizes), make("gpipe", 2, 4, **sizes)
+    whole = run(tables[1], stages(2), data, F.mse_loss, torch.optim.AdamW)
+    for number, (one, other) in enumerate((tables, tables[::-1])):
+        folder = tmp_path / str(number)
+        run(one, stages(2), data, F.mse_loss, torch.optim.AdamW, stop=2, save=folder)
+        done = run(other, stages(2), data, F.mse_loss, torch.optim.AdamW, resume=folder)
+        assert done.check.passed, done.check
+        for mine, theirs in zip(done.weights, whole.weights, strict=True):
+            for name in mine:
+                torch.testing.assert_close(mine[name], theirs[name])
+        load(model := stages(2), folder)
+        assert not torch.equal(model[0][0].weight, stages(2)[0][0].weight)
+
+
+def test_what_is_measured_of_copies_is_of_the_model():
+    costs = Costs(forward=(1, 2, 3, 4), transfer=0.5, activations=8)
+    for name in ("chimera", "dualpipe"):
+        t = simulate(make(name, 4, 8).overlap() if name == "dualpipe" else make(name, 4, 8), costs)
+        found = fit(t)
+        assert len(found.forward) == 4
+        assert simulate(make("gpipe", 4, 8), found).makespan > 0
+        assert diagnose(t).what_ifs
+        assert fit(t, memory(t, costs)).of("activations", 4)
+
+
 def test_a_table_of_copies_is_validated():
     table = make("chimera", 2, 2)
     assert validate(table.with_transfers()).without_transfers() == table
@@ -109,8 +162,6 @@ def test_a_table_of_copies_is_validated():
 def test_dualpipe_has_its_papers_bubble_and_memory(p, times):
     """Table 2 of DeepSeek-V3: (PP / 2 - 1)(F&B + B - 3 W), and PP + 1 activations."""
     forward, input_grad, weight_grad, together = times
-    from pipelab import simulate
-
     costs = Costs(
         forward=forward, input_grad=input_grad, weight_grad=weight_grad, together=together
     )
@@ -125,8 +176,6 @@ def test_dualpipe_has_its_papers_bubble_and_memory(p, times):
 
 def test_chimera_has_its_papers_bubble():
     """Table 2 of the paper, where a backward takes as long as a forward: D - 2 of 2 N + D - 2."""
-    from pipelab import simulate
-
     for p in (2, 4, 6, 8):
         for m in (p, 2 * p, 3 * p):
             t = simulate(make("chimera", p, m), Costs(input_grad=0.5, weight_grad=0.5))
@@ -134,8 +183,6 @@ def test_chimera_has_its_papers_bubble():
 
 
 def test_one_cost_per_stage_is_of_one_copy():
-    from pipelab import memory, simulate
-
     table, costs = make("chimera", 2, 4), Costs(forward=[1, 2], weights=[10, 20], transfer=[0.5])
     t = simulate(table, costs)
     assert t.busy == [2 * 1 + 2 * 2 + 4 * 2] * 2

@@ -1,6 +1,7 @@
 """Forwards and backwards that overlap: side by side for real, and every gradient checked."""
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -30,38 +31,64 @@ def test_they_train_as_one_device_does(table, backend):
 
 
 class Meeting(nn.Module):
-    """A layer whose forward of one micro-batch and backward of another have to meet."""
+    """A layer that waits for another in this forward, or in this one's backward."""
 
-    def __init__(self, barrier):
+    def __init__(self, barrier, forward=0, backward=0):
         super().__init__()
         self.linear, self.barrier, self.forwards = nn.Linear(8, 8), barrier, 0
+        self.waits = forward, backward
+
+    def again(self):
+        copied = Meeting(self.barrier, *self.waits)
+        copied.load_state_dict(self.state_dict())
+        return copied
 
     def forward(self, x):
         self.forwards += 1
-        if self.forwards in (2, 3):
+        if self.forwards == self.waits[0]:
             self.barrier.wait()
         y = self.linear(x)
-        if self.forwards in (1, 2):
+        if self.forwards == self.waits[1]:
             y.register_hook(lambda _: (self.barrier.wait(), None)[1])
         return y
 
 
+class Slow(nn.Module):
+    """Two layers, between which another thread has time to do harm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        time.sleep(0.004)
+        self.forwards += 1
+        return self.second(x)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_flush"])
+def test_two_of_one_stage_do_not_share_its_module(name):
+    """A recomputed forward binds older weights and buffers while another one runs."""
+    table = make(name, 3, 3, batches=2).overlap()
+    torch.manual_seed(0)
+    model = [Slow().double() for _ in range(3)]
+    done = run(table, model, batches(2), F.mse_loss, SGD, recompute="always")
+    assert table.overlapped and done.check.passed, done.check
+
+
 def test_they_are_computed_at_the_same_time():
     """Each waits for the other: one after the other they would never end."""
-    table = Schedule.from_grid("0F0 . 0F1+0B0 0F2+0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2")
+    table = Schedule.from_grid("0F0 1F0 0F1+1B0 0B0 1F1 1B1 0B1")
     barrier = threading.Barrier(2, timeout=30)
     torch.manual_seed(0)
-    model = [Meeting(barrier), nn.Linear(8, 8)]
+    model = [Meeting(barrier, forward=2), Meeting(barrier, backward=1)]
+    for stage in model:
+        stage.__deepcopy__ = lambda memo, stage=stage: stage.again()
     data = [(torch.randn(6, 8), torch.randn(6, 8))]
-    model[0].__deepcopy__ = lambda memo: _shared(model[0])
     done = run(table, model, data, F.mse_loss, SGD, backend="threads", check=False)
     assert not barrier.broken and done.losses
-
-
-def _shared(module):
-    copied = Meeting(module.barrier)
-    copied.load_state_dict(module.state_dict())
-    return copied
 
 
 def test_a_failing_one_names_its_action():

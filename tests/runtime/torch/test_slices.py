@@ -8,7 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipelab import Costs, Schedule, ScheduleError, evaluate, make, memory, run, simulate, validate
+from pipelab import (
+    Costs,
+    Schedule,
+    ScheduleError,
+    evaluate,
+    fit,
+    make,
+    memory,
+    run,
+    simulate,
+    validate,
+)
 from pipelab.models import split
 from pipelab.models.gpt2 import gpt2, next_token_loss
 from pipelab.models.sliced import Sliced
@@ -129,6 +140,15 @@ def test_slices_cost_their_part_of_attentions_triangle():
     assert memory(t, Costs(activations=80)).peak("activations") == pytest.approx([80])
     even = simulate(make("seq1f1b", 4, 8, slices=4))
     assert even.makespan < simulate(make("pipedream_flush", 4, 8)).makespan
+
+
+def test_costs_that_are_fitted_are_of_whole_sequences():
+    costs = Costs(forward=8, input_grad=8, weight_grad=4, activations=40)
+    t = simulate(make("seq1f1b", 2, 4, slices=4), costs)
+    found = fit(t, memory(t, costs))
+    assert found.forward == pytest.approx((8, 8))
+    assert found.activations == pytest.approx((40, 40))
+    assert simulate(t.schedule, found).makespan == pytest.approx(t.makespan)
 
 
 @pytest.mark.parametrize(("p", "slices"), [(4, 2), (4, 4), (8, 4)])

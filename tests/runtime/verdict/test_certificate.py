@@ -753,3 +753,29 @@ def test_a_mean_over_tokens_that_only_later_micro_batches_leave_out(padded, prec
     data[padded][1][5] = -100
     found = run(make("gpipe", 2, 4, batches=2), modules, data, F.cross_entropy, SGD).check
     assert not found.passed and "is the loss a mean over its samples?" in found.worst, found
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_mean_whose_gradient_is_a_sums_is_seen_though_nothing_can_be_judged(
+    precision, lost, monkeypatch
+):
+    """Own and truth are so far apart that even zeros would pass, in every tensor."""
+
+    def loss(y, target):
+        total = F.mse_loss(y, target, reduction="sum")
+        return F.mse_loss(y, target).detach() + (total - total.detach())
+
+    if lost:
+        update = TorchStage.update
+
+        def without(self, number, received=None):
+            self.total = {name: torch.zeros_like(g) for name, g in self.total.items()}
+            return update(self, number, received)
+
+        monkeypatch.setattr(TorchStage, "update", without)
+    torch.manual_seed(0)
+    model = [nn.Linear(6, 6).to(precision) for _ in range(2)]
+    data = [tuple(torch.randn(2, 16, 6, dtype=precision)) for _ in range(2)]
+    done = run(make("gpipe", 2, 4, batches=2), model, data, loss, SGD)
+    assert not done.check.passed and "is the loss a mean" in done.check.worst
