@@ -48,6 +48,7 @@ def test_there_are_lectures():
         "13_how_good_can_it_be",
         "14_in_practice",
         "15_a_real_script",
+        "16_after_zero_bubbles",
         "90_design_your_own",
     ]
 

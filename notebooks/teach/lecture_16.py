@@ -1,0 +1,117 @@
+"""Lecture 16: overlapped pairs, two copies of the model, slices of sequences."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import sqrt
+
+from pipelab import Costs, make, simulate
+from teach.feedback import Guess, build, predict, write
+
+Slices = Sequence[Sequence[float]]
+
+
+def of_running_sum(slices: Slices) -> list[list[float]]:
+    """The gradient of a running sum's inputs, slice by slice: all that comes later, added up."""
+    owed, found = 0.0, []
+    for gradients in reversed(slices):
+        mine = []
+        for dy in reversed(gradients):
+            owed += dy
+            mine.append(owed)
+        found.append(mine[::-1])
+    return found[::-1]
+
+
+def cut_off(slices: Slices) -> list[list[float]]:
+    """The same where each slice forgets what later ones owe it."""
+    return [of_running_sum([gradients])[0] for gradients in slices]
+
+
+def from_the_first(slices: Slices) -> list[list[float]]:
+    """The sums in the forward's direction."""
+    turned = of_running_sum([gradients[::-1] for gradients in slices[::-1]])
+    return [gradients[::-1] for gradients in turned[::-1]]
+
+
+def equal_slices(k: int, a: float) -> list[float]:
+    """Lengths that take equally long where the first x take (1 - a) x + a x^2."""
+    ends = [(a - 1 + sqrt((1 - a) ** 2 + 4 * a * j / k)) / (2 * a) for j in range(k + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def in_seconds(k: int, a: float) -> list[float]:
+    """The shares of time that equally long slices take."""
+    return [(1 - a) / k + a * (2 * j + 1) / k**2 for j in range(k)]
+
+
+EXERCISES = {
+    # Gradients of a running sum's outputs, by slice -> those of its inputs.
+    "16-1": write(
+        of_running_sum,
+        [([[1, 2], [3, 4]],), ([[1.0], [0.5, -2.0], [4.0, 3.0, 1.0]],), ([[5]],)],
+        lambda slices: {
+            "Each slice forgets what the later ones owe to its last sum.": cut_off(slices),
+            "An input is in the outputs after it, not in those before it.": from_the_first(slices),
+        },
+    ),
+    # DualPipe on 8 devices: F = I = 2, W = 1, F&B = 4.5.
+    "16-2": predict(
+        (8 / 2 - 1) * (4.5 + 3 - 3 * 1),
+        "Follow a middle device: what does it wait for at first, in the drain, at the end?",
+        {
+            (8 - 1) * 4.5: "Micro-batches come from both ends: how far is the middle?",
+            8 / 2 * 4.5: "The middle device itself does not wait for itself: one step less.",
+            3 * (5 + 3 - 3): "That is a pair that saves nothing. What does it take here?",
+            3 * (4.5 + 2 - 3): "B is I and W together.",
+            4.5: "That is one step's. How many steps are there to the middle?",
+        },
+    ),
+    "16-3": build(
+        devices=2,
+        microbatches=4,
+        makespan=13,
+        in_flight=3,
+        costs=Costs(together=2),
+        by_hand=True,
+    ),
+    # (w, down, up, lr) -> the weights of both copies after a step.
+    "16-4": write(
+        lambda w, down, up, lr: (w - lr * (down + up), w - lr * (down + up)),
+        [(1.0, 2.0, 3.0, 0.1), (-3.0, 0.5, -4.0, 0.01), (0.0, 1.0, 0.0, 0.5)],
+        lambda w, down, up, lr: {
+            "Each copy still steps by its own gradient: they drift apart.": (
+                w - lr * down,
+                w - lr * up,
+            ),
+            "Each copy steps by the other's gradient: they drift apart.": (
+                w - lr * up,
+                w - lr * down,
+            ),
+            "The gradients belong to different micro-batches of one batch: add, do not average.": (
+                w - lr * (down + up) / 2,
+                w - lr * (down + up) / 2,
+            ),
+        },
+    ),
+    # (k, a) -> the lengths of k slices that take equally long.
+    "16-5": write(
+        equal_slices,
+        [(4, 0.5), (4, 1.0), (2, 0.25), (3, 0.8)],
+        lambda k, a: {
+            "Those are equally long. A later one attends to more.": [1 / k] * k,
+            "That balances attention alone. The rest grows with the length.": equal_slices(k, 1),
+            "Those are the times of slices of one length. Asked are lengths.": in_seconds(k, a),
+            "The longest slice comes first: it attends to least.": equal_slices(k, a)[::-1],
+        },
+    ),
+}
+GUESSES = {
+    "16-a": Guess(
+        lambda: simulate(make("seq1f1b", 4, 8, slices=4)).makespan,
+        "How long is one step of the fill and the drain, if a slice takes a quarter?",
+        slips={
+            33 / 4: "The work stays: only the bubble is divided.",
+            24: "A slice still has to reach the last device first.",
+        },
+    )
+}
