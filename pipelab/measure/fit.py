@@ -140,7 +140,7 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
     )
     forward = seconds(Kind.F)
     alone = map(add, forward, map(add, input_grad, weight_grad))
-    both = [_mean(together[stage]) or whole for stage, whole in enumerate(alone)]
+    both = [s.per_sequence * _mean(together[n]) or x for n, x in enumerate(alone)]
     return Costs(
         forward=forward,
         input_grad=input_grad,

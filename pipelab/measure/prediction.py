@@ -99,9 +99,8 @@ def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) 
     measured                  14.00 s   100.0 %
     """
     measured.refuse_transfers("explain")
-    spread = _spread([measured, *repeats])
-    s, found = measured.schedule, fit_seconds(measured, each_link=True)
-    found, costs = found.of_copies(s), costs.of_copies(s)
+    s, spread = measured.schedule, _spread([measured, *repeats])
+    found, costs = fit_seconds(measured, each_link=True).of_copies(s), costs.of_copies(s)
     now = {"duration": durations(s, costs), "delay": delays(s, costs), "wait": waits(s, costs)}
     predicted = before = lay(s, **now).makespan
     causes = {}

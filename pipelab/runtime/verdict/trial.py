@@ -96,9 +96,9 @@ class Trial:
         if own.traces:
             undivided = None
         run = own.arrays([step.gradients for step in steps])
-        # Where forwards leave traces, the truth has to make them all.
         # What counts nothing, such as a batch of padding, says nothing of the truth.
         judged = any(count for _, count in self.counted)
+        # Where forwards leave traces, the truth has to make them all.
         may_agree = judged and not own.traces and not (undivided and self.coarse)
         if may_agree and self._agree(run, own_gradients, own_losses):
             if undivided:
