@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.gpt2 import modeling_gpt2
 
 from pipelab.models.hub import loading
 from pipelab.models.losses import PADDING, masked_loss, next_token_loss
@@ -32,8 +32,8 @@ class Embedding(nn.Module):
         return self.dropout(self.word(tokens) + self.position(places)), end
 
 
-class Block(GPT2Block):
-    """A block of GPT-2 that takes slices of sequences, too."""
+class GPT2Block(modeling_gpt2.GPT2Block):
+    """The same block, which takes slices of sequences, too."""
 
     def take_slice(self, x: Tensor, past: Any) -> tuple[Tensor, Any]:
         """`past` holds the keys and values of all positions before the slice."""
@@ -114,5 +114,5 @@ def gpt2(
         )
         model = GPT2LMHeadModel(config)
     for block in model.transformer.h:
-        block.__class__ = Block  # the same module
+        block.__class__ = GPT2Block  # the same module
     return [Embedding(model), *model.transformer.h, Head(model, tied)]
