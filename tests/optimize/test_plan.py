@@ -462,6 +462,9 @@ def test_the_command(capsys):
         "best",
         "runners_up",
         "means",
+        "rate",
+        "share",
+        "share_from",
         "start",
     ]
     best = answer["best"]
@@ -477,6 +480,36 @@ def test_the_command(capsys):
     assert out.startswith("best: ")
     assert f"  {best['gap']:.1%} above a lower bound" in out
     assert "runners-up (" in out
+
+
+def test_the_share_of_the_peak_says_where_it_is_from(capsys):
+    """Llama 3's, or another, with which all products take longer."""
+    line = f"{SMALL} --machine H100-80GB --devices 1 --batch 1"
+    out = call(capsys, line)[1]
+    assert "0.574 of a peak of 989 TFLOP/s (0.574 is the best published for an H100: Llama 3" in out
+    out = call(capsys, f"{line} --share 0.287")[1]
+    assert "0.287 of a peak of 989 TFLOP/s (given; 0.574 is the best published" in out
+    model = Transformer(layers=4, hidden=256, heads=4, sequence=128, vocabulary=1000)
+    machine = replace(MACHINES["H100-80GB"], hbm=math.inf)
+    whole, half = (find_plan(Problem(model, machine, 1, 1, share=x)) for x in (None, 0.287))
+    assert half.best.step == pytest.approx(2 * whole.best.step)
+    assert half.rate == pytest.approx(whole.rate / 2)
+    with pytest.raises(ValueError, match="share=2 of H100-80GB: give at most 1"):
+        Problem(model, machine, 1, 1, share=2)
+
+
+def test_the_rate_counts_attention_as_the_seconds_do():
+    """Flash kernels compute the half of the scores that a causal mask leaves."""
+    model = replace(GPT3, sequence=65536)
+    unit = Machine("unit", 1, math.inf, math.inf, share=1, latency=0)
+    for flash in (False, True):
+        problem = Problem(model, unit, devices=1, batch=1, flash=flash)
+        counted = model.flops(1, recompute=False, causal=flash)
+        forward = sum(layer.forward for layer in problem.profile().layers)
+        assert 3 * forward == pytest.approx(counted)
+        # The backward of a flash kernel makes Q K again: half a forward's scores.
+        again = model.layers * model.sequence**2 * model.hidden if flash else 0
+        assert find_plan(problem).rate == pytest.approx(counted / (counted + again))
 
 
 def test_a_profile_and_a_machine_in_numbers(capsys, tmp_path):
@@ -513,7 +546,7 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
         ("", "no model: add --layers --hidden --heads --sequence --vocabulary, or give --profile"),
         (f"{SMALL} --profile x", "x has its own layers: leave out --layers"),
         (SMALL, "no machine: add --flops --memory --bandwidth, or give --machine A100-80GB"),
-        (f"{SMALL} --machine B200", "unknown machine 'B200': there are A100-80GB"),
+        (f"{SMALL} --machine L40S", "unknown machine 'L40S': there are A100-80GB"),
         (f"{SMALL} --machine A100-80GB --flops 0", "flops=0.0 of A100-80GB: give a number above"),
         (
             f"{SMALL} --machine A100-80GB --heads 3",

@@ -49,9 +49,8 @@ class Answer:
         parts = [f"{name} {seconds:.4g}" for name, seconds in best.parts.items() if seconds]
         layers = stage_names(problem.profile(), best.choice.balance)
         rate = ""
-        if isinstance(problem.model, Transformer):  # what recomputation repeats is left out
-            flops = problem.model.flops(problem.batch, recompute=False)
-            rate = f", {flops / best.step / problem.devices / 1e12:.4g} TFLOP/s a device"
+        if self.rate:
+            rate = f", {self.rate / 1e12:.4g} TFLOP/s a device"
         lines = [
             f"best: {best.choice}",
             f"  layers {layers}",
@@ -59,6 +58,7 @@ class Answer:
             f"{best.memory / 1e9:.4g} of {limit / 1e9:.4g} GB",
             f"  seconds: {', '.join(parts)}",
             f"  {techniques(problem)}",
+            *self._share_lines(),
             f"  {best.gap:.1%} above a lower bound for any order in these stages and this memory",
             f"runners-up ({self.choices:,} choices, {self.simulated} simulated):",
         ]
@@ -69,6 +69,24 @@ class Answer:
                 f"     {found.step:.4g} s, {found.memory / 1e9:.4g} GB, gap {found.gap:.1%}: {why}",
             ]
         return "\n".join(lines)
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s a device, the scores counted that attention computes, nothing that is computed
+        again; 0 for a measured profile."""
+        problem = self.problem
+        if not isinstance(problem.model, Transformer):
+            return 0.0
+        flops = problem.model.flops(problem.batch, recompute=False, causal=problem.flash)
+        return flops / self.best.step / problem.devices
+
+    def _share_lines(self) -> list[str]:
+        """What the seconds rest on, and how to say otherwise; a measured profile has its own."""
+        machine = self.problem.machine
+        if not self.rate:
+            return []
+        peak = f"{machine.share:g} of a peak of {machine.flops / 1e12:.4g} TFLOP/s"
+        return [f"  products reach {peak} ({machine.share_text}); another: --share, share="]
 
     def to_json(self) -> dict[str, Any]:
         problem, limit = self.problem, self.problem.machine.memory
@@ -86,6 +104,9 @@ class Answer:
             "best": self.best.to_json(),
             "runners_up": others,
             "means": techniques(problem),
+            "rate": self.rate,
+            "share": problem.machine.share,
+            "share_from": problem.machine.share_text,
         }
 
 

@@ -120,6 +120,7 @@ class Problem:
                 Unless given, 1 for a Transformer and 0 for a Profile
     overlap     the gradients' all-reduce runs beside the last backward, all-gathers beside a pass
     blocking    messages stop the devices that they leave, as Megatron-LM's did in 2021
+    share       of a device's peak that products reach; the machine's unless given
     """
 
     model: Transformer | Profile
@@ -136,9 +137,12 @@ class Problem:
     zero: int | None = None
     overlap: bool = False
     blocking: bool = False
+    share: float | None = None
 
     def __post_init__(self) -> None:
         check_counts(devices=self.devices, batch=self.batch)
+        if self.share is not None:
+            vars(self)["machine"] = replace(self.machine, share=self.share)
         if isinstance(self.model, Profile):
             _check_profile(self.model)
         known = (*FLUSH, *SPLIT, *ASYNCHRONOUS)
