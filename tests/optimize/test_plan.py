@@ -543,7 +543,10 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "no model: add --layers --hidden --heads --sequence --vocabulary, or give --profile"),
+        ("", "no model: add --layers --hidden --heads --sequence --vocabulary, or give --model"),
+        ("--model gpt5", "unknown model 'gpt5': there are deepseek-v3, mixtral-8x7b"),
+        (f"{SMALL} --latent 4,2", "--latent (4, 2): give query, key, nope, rope, value"),
+        (f"{SMALL} --dense 8,8,8,8,8", "dense has 5 widths: there are 4 layers"),
         (f"{SMALL} --profile x", "x has its own layers: leave out --layers"),
         (SMALL, "no machine: add --flops --memory --bandwidth, or give --machine A100-80GB"),
         (f"{SMALL} --machine L40S", "unknown machine 'L40S': there are A100-80GB"),

@@ -34,16 +34,18 @@ from pipelab.optimize.plan.choices import ASYNCHRONOUS, FLUSH, SPLIT, Problem, T
 from pipelab.optimize.plan.estimates import Estimate, estimate, table_for
 from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.optimize.plan.repeat import makespan
-from pipelab.optimize.plan.transformer import KEEP, Transformer
+from pipelab.optimize.plan.transformer import KEEP, MODELS, Latent, Transformer
 
 __all__ = [
     "ASYNCHRONOUS",
     "FLUSH",
     "KEEP",
     "MACHINES",
+    "MODELS",
     "SPLIT",
     "Answer",
     "Estimate",
+    "Latent",
     "Machine",
     "Problem",
     "RunnerUp",

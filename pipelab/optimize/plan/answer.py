@@ -58,7 +58,7 @@ class Answer:
             f"{best.memory / 1e9:.4g} of {limit / 1e9:.4g} GB",
             f"  seconds: {', '.join(parts)}",
             f"  {techniques(problem)}",
-            *self._share_lines(),
+            *self._model_lines(),
             f"  {best.gap:.1%} above a lower bound for any order in these stages and this memory",
             f"runners-up ({self.choices:,} choices, {self.simulated} simulated):",
         ]
@@ -80,13 +80,17 @@ class Answer:
         flops = problem.model.flops(problem.batch, recompute=False, causal=problem.flash)
         return flops / self.best.step / problem.devices
 
-    def _share_lines(self) -> list[str]:
-        """What the seconds rest on, and how to say otherwise; a measured profile has its own."""
-        machine = self.problem.machine
-        if not self.rate:
+    def _model_lines(self) -> list[str]:
+        """What the seconds rest on; those of a measured profile are its own."""
+        model, machine = self.problem.model, self.problem.machine
+        if not isinstance(model, Transformer):
             return []
+        every, active = (f"{x / 1e9:.3g} B" for x in (model.parameters, model.active_parameters))
         peak = f"{machine.share:g} of a peak of {machine.flops / 1e12:.4g} TFLOP/s"
-        return [f"  products reach {peak} ({machine.share_text}); another: --share, share="]
+        return [
+            f"  {every} parameters" + (f", of which a token meets {active}" * (model.experts > 1)),
+            f"  products reach {peak} ({machine.share_text}); another: --share, share=",
+        ]
 
     def to_json(self) -> dict[str, Any]:
         problem, limit = self.problem, self.problem.machine.memory

@@ -283,7 +283,7 @@ class Problem:
         """What a backward runs again: a stage's forward, or a part of each layer (`keep`)."""
         found = [(mode, "all") for mode in Recompute]
         if isinstance(self.model, Transformer):
-            if not self.flash:  # which has no squares to drop
+            if not self.flash or self.model.latent:  # flash has no squares to drop
                 found.append((Recompute.NEVER, "selective"))
             found.append((Recompute.NEVER, "full"))
         return found
@@ -368,7 +368,8 @@ class Problem:
         """Bytes of experts among the weights of stages of layers a to b - 1, on one device."""
         if not isinstance(self.model, Transformer):
             return 0 * a
-        blocks = np.clip(b, 1, self.layers - 1) - np.clip(a, 1, self.layers - 1)
+        first = 1 + len(self.model.dense)  # of those with experts
+        blocks = np.clip(b, first, self.layers - 1) - np.clip(a, first, self.layers - 1)
         return blocks * 2 * self.model.experts_size / self.expert / tensor
 
     def _summed(self, choice: TrainingChoice, weights: Any, experts: Any, passes: int) -> Any:

@@ -65,6 +65,13 @@ class Machine:
         text = f"{named.share:g} is {named.fitted}"
         return text if self.share == named.share else f"given; {text}"
 
+    def product(self, rows: float, x: float, y: float) -> float:
+        """Seconds of a matrix product [rows, x] [x, y]."""
+        if not rows:
+            return 0.0
+        sides = 1 / rows + 1 / x + 1 / y
+        return 2 * rows * x * y / (self.flops * self.share) * (1 + self.narrow * sides)
+
     def link(self, devices: float, cards: int = 1) -> float:
         """Bytes/s of the slowest link among so many neighbouring devices, by all `cards` of them
         that a node sends with."""
