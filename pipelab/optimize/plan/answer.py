@@ -15,6 +15,7 @@ from pipelab.optimize.plan.enumerate import Allowed, Enumeration
 from pipelab.optimize.plan.estimates import Estimate
 from pipelab.optimize.plan.limits import SLACK
 from pipelab.optimize.plan.transformer import Transformer
+from pipelab.runtime.bar import Bar
 
 
 class RunnerUp(NamedTuple):
@@ -146,15 +147,23 @@ def techniques(problem: Problem) -> str:
 def find_plan(problem: Problem) -> Answer:
     """The fastest way to train that fits; ValueError, and by how much, where nothing does.
 
-    Every choice is judged by the simulator, or left out because a bound says that it cannot win.
+    Every choice is judged by the simulator, or left out because a bound says that it cannot win. A
+    bar shows how far that is, in a terminal or a notebook.
 
     >>> from pipelab.optimize.plan import MACHINES, Transformer
     >>> small = Transformer(layers=6, hidden=512, heads=8, sequence=512, vocabulary=8192)
     >>> print(find_plan(Problem(small, MACHINES["p3.16xlarge"], devices=2, batch=8)).best.choice)
     pipedream_flush p=1 replicas=2 micro-batch=1 m=4 recompute=never
     """
-    search, limit = Enumeration(problem), problem.machine.memory
+    with Bar("plan", delay=0.5) as bar:
+        return _find(Enumeration(problem, bar), bar)
+
+
+def _find(search: Enumeration, bar: Bar) -> Answer:
+    problem, limit = search.problem, search.problem.machine.memory
+    bar.phase(bar.text, 2)
     best = search.best(limit)
+    bar.step()
     if best is None:
         smallest = search.smallest()
         raise ValueError(
@@ -165,16 +174,20 @@ def find_plan(problem: Problem) -> Answer:
         )
     others: dict[TrainingChoice, RunnerUp] = {}
     # The best of those that decide one thing otherwise: that fits, or else that would be fastest.
-    for decision, allowed in _decisions(search, best.choice):
+    decisions = [*_decisions(search, best.choice)]
+    bar.phase(bar.text, len(decisions))
+    for decision, allowed in decisions:
+        bar.step()
         other = search.best(limit, allowed) or search.best(math.inf, allowed)
         if other:
             others.setdefault(other.choice, _runner_up(decision, other, best, limit))
+    bar.step()
     fastest = search.best(math.inf)
     # What more memory would be worth.
     if fastest and fastest.step * SLACK < best.step:
         others.setdefault(fastest.choice, _runner_up("memory", fastest, best, limit))
     ranked = tuple(sorted(others.values(), key=lambda runner: runner.estimate.step))
-    return Answer(problem, best, ranked, len(search.seconds), len(search.estimates))
+    return Answer(problem, best, ranked, len(search.least), len(search.estimates))
 
 
 def _decisions(search: Enumeration, best: TrainingChoice) -> Iterator[tuple[str, Allowed]]:
@@ -182,7 +195,7 @@ def _decisions(search: Enumeration, best: TrainingChoice) -> Iterator[tuple[str,
     # [1] every other schedule, recomputation and tensor; the next shorter and longer pipeline
     for name in ("schedule", "recompute", "keep", "tensor", "context", "pipeline"):
         own = getattr(best, name)
-        others = {getattr(choice, name) for choice in search.seconds} - {own}
+        others = {getattr(choice, name) for choice in search.least} - {own}
         if name == "pipeline":
             ordered = sorted({own, *others})
             at = ordered.index(own)
