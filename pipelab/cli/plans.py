@@ -32,7 +32,6 @@ from pipelab.optimize.plan import (
     MACHINES,
     MODELS,
     SPLIT,
-    Latent,
     Machine,
     Problem,
     Transformer,
@@ -124,10 +123,6 @@ class ModelSizes:
                 raise ValueError(f"{profile} has its own layers: leave out {SIZES}")
             found = read_profile(profile)
             return replace(found, samples=samples or found.samples)
-        if latent := self.latent:
-            if len(latent) != len(Latent._fields):
-                raise ValueError(f"--latent {latent}: give {', '.join(Latent._fields)}")
-            sizes["latent"] = Latent(*latent)
         given = {name: size for name, size in sizes.items() if size}
         if name in MODELS:
             return replace(MODELS[name], **given)
@@ -178,7 +173,7 @@ class Nodes:
     Args:
         machine: such as A100-80GB
         flops: FLOP/s of a device, at most
-        share: of the FLOP/s that is reached (default: 0.5)
+        share: of the FLOP/s that is reached (default: the machine's, as published, or 0.5)
         memory: bytes of a device
         bandwidth: bytes/s of a device's link to another node
         inside: bytes/s of its link inside the node (default: as --bandwidth)

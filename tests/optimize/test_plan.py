@@ -16,6 +16,7 @@ from pipelab.optimize.plan import (
     ASYNCHRONOUS,
     FLUSH,
     MACHINES,
+    MODELS,
     SPLIT,
     Machine,
     Problem,
@@ -26,6 +27,7 @@ from pipelab.optimize.plan import (
 )
 from pipelab.optimize.plan.enumerate import Enumeration
 from pipelab.optimize.plan.limits import least_bytes, least_seconds
+from pipelab.runtime.bar import Bar
 from tests.conftest import examples
 
 GPT3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
@@ -165,11 +167,15 @@ def test_a_single_device_may_use_any_schedule():
 @examples(15)
 @given(problems)
 def test_no_simulation_beats_the_bounds_and_the_parts_add_up(problem):
-    for choice in choices_of(problem)[::2]:  # three modes of recomputation stand side by side
+    choices = choices_of(problem)
+    least = Enumeration(problem).least  # whatever the cut
+    for choice in choices[::2]:  # three modes of recomputation stand side by side
         result, sizes = estimate(problem, choice), problem.of_stages(choice)
         bound = least_seconds(choice, sizes)
         assert result.step >= bound * (1 - 1e-9)
         assert result.memory >= least_bytes(choice, sizes) * (1 - 1e-9)
+        assert result.step >= least[choice][0] * (1 - 1e-9)
+        assert result.memory >= least[choice][1] * (1 - 1e-9)
         assert sum(result.parts.values()) == pytest.approx(result.step)
         if choice.recompute is Recompute.NEVER:
             assert result.gap >= -1e-9
@@ -213,6 +219,32 @@ def test_few_are_simulated():
     search.best(math.inf)
     assert len(search.least) > 100
     assert len(search.estimates) <= 5
+
+
+def test_256_experts_need_few_bounds_and_fewer_simulations():
+    problem = Problem(MODELS["deepseek-v3"], MACHINES["H800"], 2048, 15360, expert=64)
+    search = Enumeration(problem)
+    best = search.best(problem.machine.memory)
+    assert best.memory <= problem.machine.memory
+    assert len(search.seconds) < len(search.least) / 3
+    assert len(search.estimates) < len(search.seconds) / 10
+
+
+def test_a_bar_shows_the_search(monkeypatch):
+    """From the list of choices on, to the last step."""
+    shown = []
+
+    class Seen(Bar):
+        def step(self, steps=1):
+            super().step(steps)
+            shown.append((self.text, self.done, self.total))
+
+    monkeypatch.setattr("pipelab.optimize.plan.answer.Bar", Seen)
+    answer = find_plan(equal_layers(8, devices=8, batch=32))
+    assert shown[0] == ("listing choices", 0, 1)
+    text, done, total = shown[-1]
+    assert text == f"{answer.choices:,} choices, {answer.simulated} simulated"
+    assert done == total > 5
 
 
 # ---- what it counts
@@ -545,7 +577,7 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
     [
         ("", "no model: add --layers --hidden --heads --sequence --vocabulary, or give --model"),
         ("--model gpt5", "unknown model 'gpt5': there are deepseek-v3, mixtral-8x7b"),
-        (f"{SMALL} --latent 4,2", "--latent (4, 2): give query, key, nope, rope, value"),
+        (f"{SMALL} --latent 4,2", "latent=(4, 2): give query, key, nope, rope, value"),
         (f"{SMALL} --dense 8,8,8,8,8", "dense has 5 widths: there are 4 layers"),
         (f"{SMALL} --profile x", "x has its own layers: leave out --layers"),
         (SMALL, "no machine: add --flops --memory --bandwidth, or give --machine A100-80GB"),

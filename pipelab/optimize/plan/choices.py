@@ -21,7 +21,7 @@ from pipelab.table.placement import loop_placement, v_placement
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
 IN_A_V = ("v_half", "v_min", "dualpipe_v", "zb_v")  # two chunks a device, there and back
 SPLIT = ("zb_h1", "zb_h2", "zb", *IN_A_V)  # backwards in two parts, with a flush
-MADE = {"zb": 20_000, "zb_v": 20_000}  # by a search, which takes seconds for so many actions
+MADE = {"zb": 5_000, "zb_v": 5_000}  # by a search, which takes half a second for so many actions
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 MOST_CHUNKS = 16  # a device
 MOST = 10**9  # devices, and samples of a batch
@@ -370,7 +370,7 @@ class Problem:
             return 0 * a
         first = 1 + len(self.model.dense)  # of those with experts
         blocks = np.clip(b, first, self.layers - 1) - np.clip(a, first, self.layers - 1)
-        return blocks * 2 * self.model.experts_size / self.expert / tensor
+        return blocks * 2 * self.model.sizes(tensor)[1] / self.expert
 
     def _summed(self, choice: TrainingChoice, weights: Any, experts: Any, passes: int) -> Any:
         """Seconds to sum (2 passes) or to gather (1) weights among the replicas and those that

@@ -144,9 +144,9 @@ MACHINES = {
         # DGX A100 320GB (NVIDIA's data sheet): an A100 with 40 GB at 1,555 GB/s.
         replace(A100, name="A100-40GB", memory=40e9, hbm=1.4e12),
         # The H100 sold in China: NVLink of 400 GB/s both ways (arXiv 2505.09343).
-        replace(H100, name="H800", inside=200e9, fitted=f"an H100's, {ON_H100}"),
+        replace(H100, name="H800", inside=200e9),
         # DGX H200 (NVIDIA's data sheet): an H100 with 141 GB at 4.8 TB/s.
-        replace(H100, name="H200", memory=141e9, hbm=4.3e12, fitted=f"an H100's, {ON_H100}"),
+        replace(H100, name="H200", memory=141e9, hbm=4.3e12),
         # DGX B200 (NVIDIA's data sheet), an eighth of it: 36 PFLOP/s in FP8 without sparsity and
         # half of that in bfloat16, 1,440 GB at 64 TB/s, NVLink of 14.4 TB/s both ways, one 400 Gb/s
         # card a GPU.
@@ -157,7 +157,6 @@ MACHINES = {
             memory=180e9,
             inside=900e9,
             hbm=7.2e12,
-            fitted=f"an H100's, {ON_H100}",
         ),
         # DGX-2H as in arXiv 1909.08053, section 5: 16 V100 of 32 GB, NVSwitch of 300 GB/s both
         # ways, 8 cards of 100 Gb/s for 16 GPUs; 39 TFLOP/s on one GPU, 30 % of its peak.

@@ -98,6 +98,9 @@ class Transformer:
             shared=self.shared or 1, **{f"dense[{i}]": x for i, x in enumerate(self.dense)}
         )
         if self.latent is not None:
+            if len(self.latent) != len(Latent._fields):
+                raise ValueError(f"latent={self.latent}: give {', '.join(Latent._fields)}")
+            vars(self)["latent"] = Latent(*self.latent)
             check_counts(**{f"latent {name}": x for name, x in self.latent._asdict().items()})
         if len(self.dense) > self.layers:
             raise ValueError(f"dense has {len(self.dense)} widths: there are {self.layers} layers")
@@ -170,11 +173,6 @@ class Transformer:
     def active_parameters(self) -> float:
         """Those of weights that a token is multiplied with: the head's, but not the embedding's."""
         return self._sum(Transformer._met) + self.hidden * self.vocabulary
-
-    @property
-    def experts_size(self) -> float:
-        """Parameters of a layer's experts; 0 where there is one."""
-        return self.sizes()[1]
 
     def sizes(self, tensor: int = 1) -> tuple[float, float]:
         """Parameters of the last layer on one of `tensor` devices: all but its experts, and these
