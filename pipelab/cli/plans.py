@@ -30,6 +30,7 @@ from pipelab.optimize.plan import (
     ASYNCHRONOUS,
     FLUSH,
     MACHINES,
+    MODELS,
     SPLIT,
     Machine,
     Problem,
@@ -39,7 +40,7 @@ from pipelab.optimize.plan import (
 from pipelab.schedules import make_all
 
 Number = Annotated[Any, number_option(float, lambda x: True, "a number")]
-SIZES = "--layers --hidden --heads --sequence --vocabulary, and what else a transformer has"
+SIZES = "--layers --hidden --heads --sequence --vocabulary --model, and what else a transformer has"
 Method = Annotated[str, arg(metavar="NAME", help=f"{', '.join(METHODS)}")]
 
 
@@ -83,6 +84,7 @@ class ModelSizes:
     """A transformer in half precision, or a measured profile.
 
     Args:
+        model: such as deepseek-v3; sizes that are given replace its own
         profile: JSON of `profile`, or PipeDream's graph.txt
         samples: that the profile's micro-batch had (default: as the file says; graph.txt does not)
         key_heads: of grouped-query attention (default: as many as heads)
@@ -90,8 +92,12 @@ class ModelSizes:
         gated: these have a gate (SwiGLU)
         experts: copies of them
         active: of which a token uses so many
+        shared: more experts, which every token uses
+        dense: widths of the feed-forward layers of the first layers, which have no experts
+        latent: of latent attention: ranks of queries and keys, a head's nope, rope and value
     """
 
+    model: Name = None
     layers: Count = None
     hidden: Count = None
     heads: Count = None
@@ -104,19 +110,29 @@ class ModelSizes:
     gated: bool = False
     experts: Count = None
     active: Count = None
+    shared: Count = None
+    dense: Counts = None
+    latent: Counts = None
 
-    def model(self) -> Any:
+    def found(self) -> Any:
+        """The Transformer or the Profile."""
         sizes = vars(self) | {}
-        profile, samples = sizes.pop("profile"), sizes.pop("samples")
+        profile, samples, name = (sizes.pop(each) for each in ("profile", "samples", "model"))
         if profile:
-            if any(sizes.values()):
+            if any(sizes.values()) or name:
                 raise ValueError(f"{profile} has its own layers: leave out {SIZES}")
             found = read_profile(profile)
             return replace(found, samples=samples or found.samples)
-        more = ("key_heads", "feed", "gated", "experts", "active")
-        given = {name: size for name in more if (size := sizes.pop(name))}
-        require(sizes, "model", "--profile FILE")
-        return Transformer(**sizes, **given)
+        given = {name: size for name, size in sizes.items() if size}
+        if name in MODELS:
+            return replace(MODELS[name], **given)
+        if name:
+            raise ValueError(f"unknown model {name!r}: there are {', '.join(MODELS)}")
+        needed = {
+            name: sizes[name] for name in ("layers", "hidden", "heads", "sequence", "vocabulary")
+        }
+        require(needed, "model", f"--model {', '.join(MODELS)}, or --profile FILE")
+        return Transformer(**given)
 
 
 @dataclass(frozen=True)
@@ -157,7 +173,7 @@ class Nodes:
     Args:
         machine: such as A100-80GB
         flops: FLOP/s of a device, at most
-        share: of the FLOP/s that is reached (default: 0.5)
+        share: of the FLOP/s that is reached (default: the machine's, as published, or 0.5)
         memory: bytes of a device
         bandwidth: bytes/s of a device's link to another node
         inside: bytes/s of its link inside the node (default: as --bandwidth)
@@ -220,7 +236,7 @@ def plan_command(
     faulty = faults != Faults()
     schedules = [*FLUSH, *(SPLIT if split else ()), *(ASYNCHRONOUS if asynchronous else ())]
     problem = Problem(
-        model.model(),
+        model.found(),
         nodes.found(timed=bool(model.profile)),
         devices,
         batch,

@@ -16,6 +16,7 @@ from pipelab.optimize.plan import (
     ASYNCHRONOUS,
     FLUSH,
     MACHINES,
+    MODELS,
     SPLIT,
     Machine,
     Problem,
@@ -26,6 +27,7 @@ from pipelab.optimize.plan import (
 )
 from pipelab.optimize.plan.enumerate import Enumeration
 from pipelab.optimize.plan.limits import least_bytes, least_seconds
+from pipelab.runtime.bar import Bar
 from tests.conftest import examples
 
 GPT3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
@@ -165,11 +167,15 @@ def test_a_single_device_may_use_any_schedule():
 @examples(15)
 @given(problems)
 def test_no_simulation_beats_the_bounds_and_the_parts_add_up(problem):
-    for choice in choices_of(problem)[::2]:  # three modes of recomputation stand side by side
+    choices = choices_of(problem)
+    least = Enumeration(problem).least  # whatever the cut
+    for choice in choices[::2]:  # three modes of recomputation stand side by side
         result, sizes = estimate(problem, choice), problem.of_stages(choice)
         bound = least_seconds(choice, sizes)
         assert result.step >= bound * (1 - 1e-9)
         assert result.memory >= least_bytes(choice, sizes) * (1 - 1e-9)
+        assert result.step >= least[choice][0] * (1 - 1e-9)
+        assert result.memory >= least[choice][1] * (1 - 1e-9)
         assert sum(result.parts.values()) == pytest.approx(result.step)
         if choice.recompute is Recompute.NEVER:
             assert result.gap >= -1e-9
@@ -211,8 +217,34 @@ def test_few_are_simulated():
     problem = equal_layers(8, devices=8, batch=32)
     search = Enumeration(problem)
     search.best(math.inf)
-    assert len(search.seconds) > 100
+    assert len(search.least) > 100
     assert len(search.estimates) <= 5
+
+
+def test_256_experts_need_few_bounds_and_fewer_simulations():
+    problem = Problem(MODELS["deepseek-v3"], MACHINES["H800"], 2048, 15360, expert=64)
+    search = Enumeration(problem)
+    best = search.best(problem.machine.memory)
+    assert best.memory <= problem.machine.memory
+    assert len(search.seconds) < len(search.least) / 3
+    assert len(search.estimates) < len(search.seconds) / 10
+
+
+def test_a_bar_shows_the_search(monkeypatch):
+    """From the list of choices on, to the last step."""
+    shown = []
+
+    class Seen(Bar):
+        def step(self, steps=1):
+            super().step(steps)
+            shown.append((self.text, self.done, self.total))
+
+    monkeypatch.setattr("pipelab.optimize.plan.answer.Bar", Seen)
+    answer = find_plan(equal_layers(8, devices=8, batch=32))
+    assert shown[0] == ("listing choices", 0, 1)
+    text, done, total = shown[-1]
+    assert text == f"{answer.choices:,} choices, {answer.simulated} simulated"
+    assert done == total > 5
 
 
 # ---- what it counts
@@ -462,6 +494,9 @@ def test_the_command(capsys):
         "best",
         "runners_up",
         "means",
+        "rate",
+        "share",
+        "share_from",
         "start",
     ]
     best = answer["best"]
@@ -477,6 +512,36 @@ def test_the_command(capsys):
     assert out.startswith("best: ")
     assert f"  {best['gap']:.1%} above a lower bound" in out
     assert "runners-up (" in out
+
+
+def test_the_share_of_the_peak_says_where_it_is_from(capsys):
+    """Llama 3's, or another, with which all products take longer."""
+    line = f"{SMALL} --machine H100-80GB --devices 1 --batch 1"
+    out = call(capsys, line)[1]
+    assert "0.574 of a peak of 989 TFLOP/s (0.574 is the best published for an H100: Llama 3" in out
+    out = call(capsys, f"{line} --share 0.287")[1]
+    assert "0.287 of a peak of 989 TFLOP/s (given; 0.574 is the best published" in out
+    model = Transformer(layers=4, hidden=256, heads=4, sequence=128, vocabulary=1000)
+    machine = replace(MACHINES["H100-80GB"], hbm=math.inf)
+    whole, half = (find_plan(Problem(model, machine, 1, 1, share=x)) for x in (None, 0.287))
+    assert half.best.step == pytest.approx(2 * whole.best.step)
+    assert half.rate == pytest.approx(whole.rate / 2)
+    with pytest.raises(ValueError, match="share=2 of H100-80GB: give at most 1"):
+        Problem(model, machine, 1, 1, share=2)
+
+
+def test_the_rate_counts_attention_as_the_seconds_do():
+    """Flash kernels compute the half of the scores that a causal mask leaves."""
+    model = replace(GPT3, sequence=65536)
+    unit = Machine("unit", 1, math.inf, math.inf, share=1, latency=0)
+    for flash in (False, True):
+        problem = Problem(model, unit, devices=1, batch=1, flash=flash)
+        counted = model.flops(1, recompute=False, causal=flash)
+        forward = sum(layer.forward for layer in problem.profile().layers)
+        assert 3 * forward == pytest.approx(counted)
+        # The backward of a flash kernel makes Q K again: half a forward's scores.
+        again = model.layers * model.sequence**2 * model.hidden if flash else 0
+        assert find_plan(problem).rate == pytest.approx(counted / (counted + again))
 
 
 def test_a_profile_and_a_machine_in_numbers(capsys, tmp_path):
@@ -510,10 +575,13 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "no model: add --layers --hidden --heads --sequence --vocabulary, or give --profile"),
+        ("", "no model: add --layers --hidden --heads --sequence --vocabulary, or give --model"),
+        ("--model gpt5", "unknown model 'gpt5': there are deepseek-v3, mixtral-8x7b"),
+        (f"{SMALL} --latent 4,2", "latent=(4, 2): give query, key, nope, rope, value"),
+        (f"{SMALL} --dense 8,8,8,8,8", "dense has 5 widths: there are 4 layers"),
         (f"{SMALL} --profile x", "x has its own layers: leave out --layers"),
         (SMALL, "no machine: add --flops --memory --bandwidth, or give --machine A100-80GB"),
-        (f"{SMALL} --machine B200", "unknown machine 'B200': there are A100-80GB"),
+        (f"{SMALL} --machine L40S", "unknown machine 'L40S': there are A100-80GB"),
         (f"{SMALL} --machine A100-80GB --flops 0", "flops=0.0 of A100-80GB: give a number above"),
         (
             f"{SMALL} --machine A100-80GB --heads 3",

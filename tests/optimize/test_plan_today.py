@@ -22,7 +22,9 @@ from pipelab.optimize.order import gap
 from pipelab.optimize.plan import (
     FLUSH,
     MACHINES,
+    MODELS,
     SPLIT,
+    Latent,
     Machine,
     Problem,
     Transformer,
@@ -73,7 +75,7 @@ def test_zero_shares_out_state():
 def test_grouped_heads_a_gate_and_experts_by_hand():
     model = Transformer(2, 8, 4, 16, 32, key_heads=2, feed=24, gated=True, experts=4, active=2)
     attention, feed = 2 * 8 * (8 + 4), 3 * 8 * 24
-    assert model.parameters == 2 * (attention + 4 * feed) + 8 * 32
+    assert model.parameters == 2 * (attention + 4 * feed) + 2 * 8 * 32
     products = 2 * 16 * (attention + 2 * feed)
     assert model.flops(1, recompute=False) == 3 * (2 * (products + 4 * 16**2 * 8) + 2 * 16 * 8 * 32)
     unit = Machine("unit", 1, 1, math.inf, share=1, latency=0)
@@ -85,6 +87,47 @@ def test_grouped_heads_a_gate_and_experts_by_hand():
     sent = model.profile(link, expert=4, flash=False).layers[1].forward - shared.forward
     # Two of a token's experts get it, and send it back; three of four are elsewhere.
     assert sent == pytest.approx(2 * (3 / 4) * 2 * (2 * 16 * 8) / 10)
+
+
+def test_published_sizes():
+    """DeepSeek-V3: 671 B, 37 B active (arXiv 2412.19437), 250 GFLOPs a token (2505.09343, table 2);
+    Mixtral: 46.7 B and 12.9 B with its embedding (2401.04088); Llama 3: 405 B (2407.21783)."""
+    deepseek, mixtral, llama = (MODELS[x] for x in ("deepseek-v3", "mixtral-8x7b", "llama-3-405b"))
+    assert [f"{x.parameters / 1e9:.1f}" for x in (deepseek, mixtral)] == ["670.9", "46.7"]
+    assert f"{deepseek.active_parameters / 1e9:.0f}" == "37"
+    assert f"{(mixtral.active_parameters + 4096 * 32000) / 1e9:.1f}" == "12.9"
+    assert llama.parameters == pytest.approx(405e9, rel=0.005)
+    token = deepseek.flops(1, recompute=False, causal=True) / deepseek.sequence
+    assert token == pytest.approx(250e9, rel=0.002)
+
+
+def test_latent_attention_by_hand():
+    """And a first layer without experts, an expert that every token uses."""
+    latent = Latent(query=6, key=4, nope=3, rope=1, value=2)
+    experts = {"experts": 4, "active": 2, "shared": 1, "dense": (40,)}
+    model = Transformer(3, 8, 4, 16, 32, feed=24, gated=True, latent=latent, **experts)
+    made, ups = 8 * (6 + 4 + 1), 6 * 4 * 4 + 4 * 4 * (3 + 2)
+    attention, expert = made + ups + 4 * 2 * 8, 3 * 8 * 24
+    plain = attention + 3 * 8 * 40
+    assert model.parameters == plain + 2 * (attention + 5 * expert) + 2 * 8 * 32
+    assert model.active_parameters == plain + 2 * (attention + 3 * expert) + 8 * 32
+    unit = Machine("unit", 1, 1, math.inf, share=1, latency=0)
+    _, first, second, third, _ = model.profile(unit).layers
+    assert first.weight_grad == pytest.approx(2 * 16 * plain)
+    assert second == third and second.weights == 2 * (attention + 5 * expert)
+    assert second.weight_grad == pytest.approx(2 * 16 * (attention + 3 * expert))
+    assert second.forward - second.weight_grad == pytest.approx(16 * 16 * 4 * (4 + 2))  # causal
+    assert second.activations == 16 * (8 * 8 + 2 * 11 + 2 * 4 * (4 + 4 + 2 + 2) + 4 * 3 * 24)
+    lean = model.profile(unit, keep="selective").layers[2]  # queries, keys, values of the latents
+    assert second.activations - lean.activations == 16 * 2 * 4 * (4 + 4 + 2)
+    assert lean.input_grad - second.input_grad == pytest.approx(2 * 16 * ups)
+    shared = model.profile(unit, tensor=2, expert=4).layers[2]  # all make the latents
+    assert shared.weights == 2 * (made + (attention - made + expert + expert) / 2)
+    problem = Problem(model, A100, 4, 4, expert=4)
+    choice = next(c for c in problem.choices() if c.pipeline == 1)
+    own = replace(problem, zero=3).of_stages(choice)["weights"]
+    once = 2 * (plain + 2 * (attention + expert) + 2 * 8 * 32) / 4 + 2 * 2 * 4 * expert / 4
+    assert own == pytest.approx(once)
 
 
 # ---- links

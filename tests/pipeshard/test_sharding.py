@@ -273,7 +273,14 @@ def test_the_machine_of_a_device():
         platform, device_kind = "gpu", "NVIDIA A100-SXM4-80GB"
 
     assert machine_of() is HOST
-    assert machine_of(Device).name == "A100-80GB"
+    for kind, name in (
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100", "H100-80GB"),
+        ("NVIDIA H200", "H200"),
+    ):
+        Device.device_kind = kind
+        assert machine_of(Device).name == name
     Device.device_kind = "Another"
     with pytest.raises(
         PipeshardError, match=r"'Another': pass machine=pipelab.optimize.plan.Machine"

@@ -8,8 +8,8 @@ Held against what was published (tests/optimize/test_plan.py):
 - Zero Bubble's tables 5 and 9: 1F1B to four digits. Its interleaved column is another: their script
   lets a chunk wait for the chunk before it only with the first micro-batch of each round. With that
   dependency for every micro-batch the numbers are those of the simulator.
-- Training runs of 2104.04473, 2205.05198, 2201.11990, 2211.05100, 2204.06745 and 2407.21783:
-  benchmarks/published.md, row by row.
+- Training runs of 2104.04473, 2205.05198, 2201.11990, 2211.05100, 2204.06745, 2407.21783 and
+  torchtitan: benchmarks/published.md, row by row; DeepSeek-V3's (2412.19437) beside them.
 - Megatron-LM's figure 12, 175B on 96 GPUs, read by eye: plain 84 and 136 TFLOP/s at a batch of 12
   and of 60 where 81 and 136 are drawn; interleaved 110 and 147 with 2 chunks, 129 and 153 with 4,
   where 119 and 147 are drawn. So interleaving gains less with a larger batch, as published.
@@ -25,8 +25,9 @@ Backwards are split only when that is asked for (`SPLIT`, with V schedules among
 together are taken to be as long as a whole backward, which a model has to be measured for.
 
 Not modelled: stages with replicas of their own (see `pipelab.optimize.cut.replicated`), experts
-with unequal loads, messages that share a card, formats below 16 bits, DualPipe's overlap of a
-forward and a backward; recomputation of some of a stage's layers.
+with unequal loads or at most some nodes for a token, messages that share a card or that tensor and
+expert parallelism run beside compute (DualPipe), formats below 16 bits; recomputation of some of a
+stage's layers.
 """
 
 from pipelab.optimize.plan.answer import Answer, RunnerUp, find_plan
@@ -34,16 +35,18 @@ from pipelab.optimize.plan.choices import ASYNCHRONOUS, FLUSH, SPLIT, Problem, T
 from pipelab.optimize.plan.estimates import Estimate, estimate, table_for
 from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.optimize.plan.repeat import makespan
-from pipelab.optimize.plan.transformer import KEEP, Transformer
+from pipelab.optimize.plan.transformer import KEEP, MODELS, Latent, Transformer
 
 __all__ = [
     "ASYNCHRONOUS",
     "FLUSH",
     "KEEP",
     "MACHINES",
+    "MODELS",
     "SPLIT",
     "Answer",
     "Estimate",
+    "Latent",
     "Machine",
     "Problem",
     "RunnerUp",

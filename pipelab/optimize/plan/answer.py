@@ -15,6 +15,7 @@ from pipelab.optimize.plan.enumerate import Allowed, Enumeration
 from pipelab.optimize.plan.estimates import Estimate
 from pipelab.optimize.plan.limits import SLACK
 from pipelab.optimize.plan.transformer import Transformer
+from pipelab.runtime.bar import Bar
 
 
 class RunnerUp(NamedTuple):
@@ -49,9 +50,8 @@ class Answer:
         parts = [f"{name} {seconds:.4g}" for name, seconds in best.parts.items() if seconds]
         layers = stage_names(problem.profile(), best.choice.balance)
         rate = ""
-        if isinstance(problem.model, Transformer):  # what recomputation repeats is left out
-            flops = problem.model.flops(problem.batch, recompute=False)
-            rate = f", {flops / best.step / problem.devices / 1e12:.4g} TFLOP/s a device"
+        if self.rate:
+            rate = f", {self.rate / 1e12:.4g} TFLOP/s a device"
         lines = [
             f"best: {best.choice}",
             f"  layers {layers}",
@@ -59,6 +59,7 @@ class Answer:
             f"{best.memory / 1e9:.4g} of {limit / 1e9:.4g} GB",
             f"  seconds: {', '.join(parts)}",
             f"  {techniques(problem)}",
+            *self._model_lines(),
             f"  {best.gap:.1%} above a lower bound for any order in these stages and this memory",
             f"runners-up ({self.choices:,} choices, {self.simulated} simulated):",
         ]
@@ -69,6 +70,28 @@ class Answer:
                 f"     {found.step:.4g} s, {found.memory / 1e9:.4g} GB, gap {found.gap:.1%}: {why}",
             ]
         return "\n".join(lines)
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s a device, the scores counted that attention computes, nothing that is computed
+        again; 0 for a measured profile."""
+        problem = self.problem
+        if not isinstance(problem.model, Transformer):
+            return 0.0
+        flops = problem.model.flops(problem.batch, recompute=False, causal=problem.flash)
+        return flops / self.best.step / problem.devices
+
+    def _model_lines(self) -> list[str]:
+        """What the seconds rest on; those of a measured profile are its own."""
+        model, machine = self.problem.model, self.problem.machine
+        if not isinstance(model, Transformer):
+            return []
+        every, active = (f"{x / 1e9:.3g} B" for x in (model.parameters, model.active_parameters))
+        peak = f"{machine.share:g} of a peak of {machine.flops / 1e12:.4g} TFLOP/s"
+        return [
+            f"  {every} parameters" + (f", of which a token meets {active}" * (model.experts > 1)),
+            f"  products reach {peak} ({machine.share_text}); another: --share, share=",
+        ]
 
     def to_json(self) -> dict[str, Any]:
         problem, limit = self.problem, self.problem.machine.memory
@@ -86,6 +109,9 @@ class Answer:
             "best": self.best.to_json(),
             "runners_up": others,
             "means": techniques(problem),
+            "rate": self.rate,
+            "share": problem.machine.share,
+            "share_from": problem.machine.share_text,
         }
 
 
@@ -121,15 +147,23 @@ def techniques(problem: Problem) -> str:
 def find_plan(problem: Problem) -> Answer:
     """The fastest way to train that fits; ValueError, and by how much, where nothing does.
 
-    Every choice is judged by the simulator, or left out because a bound says that it cannot win.
+    Every choice is judged by the simulator, or left out because a bound says that it cannot win. A
+    bar shows how far that is, in a terminal or a notebook.
 
     >>> from pipelab.optimize.plan import MACHINES, Transformer
     >>> small = Transformer(layers=6, hidden=512, heads=8, sequence=512, vocabulary=8192)
     >>> print(find_plan(Problem(small, MACHINES["p3.16xlarge"], devices=2, batch=8)).best.choice)
     pipedream_flush p=1 replicas=2 micro-batch=1 m=4 recompute=never
     """
-    search, limit = Enumeration(problem), problem.machine.memory
+    with Bar("plan", delay=0.5) as bar:
+        return _find(Enumeration(problem, bar), bar)
+
+
+def _find(search: Enumeration, bar: Bar) -> Answer:
+    problem, limit = search.problem, search.problem.machine.memory
+    bar.phase(bar.text, 2)
     best = search.best(limit)
+    bar.step()
     if best is None:
         smallest = search.smallest()
         raise ValueError(
@@ -140,16 +174,20 @@ def find_plan(problem: Problem) -> Answer:
         )
     others: dict[TrainingChoice, RunnerUp] = {}
     # The best of those that decide one thing otherwise: that fits, or else that would be fastest.
-    for decision, allowed in _decisions(search, best.choice):
+    decisions = [*_decisions(search, best.choice)]
+    bar.phase(bar.text, len(decisions))
+    for decision, allowed in decisions:
+        bar.step()
         other = search.best(limit, allowed) or search.best(math.inf, allowed)
         if other:
             others.setdefault(other.choice, _runner_up(decision, other, best, limit))
+    bar.step()
     fastest = search.best(math.inf)
     # What more memory would be worth.
     if fastest and fastest.step * SLACK < best.step:
         others.setdefault(fastest.choice, _runner_up("memory", fastest, best, limit))
     ranked = tuple(sorted(others.values(), key=lambda runner: runner.estimate.step))
-    return Answer(problem, best, ranked, len(search.seconds), len(search.estimates))
+    return Answer(problem, best, ranked, len(search.least), len(search.estimates))
 
 
 def _decisions(search: Enumeration, best: TrainingChoice) -> Iterator[tuple[str, Allowed]]:
@@ -157,7 +195,7 @@ def _decisions(search: Enumeration, best: TrainingChoice) -> Iterator[tuple[str,
     # [1] every other schedule, recomputation and tensor; the next shorter and longer pipeline
     for name in ("schedule", "recompute", "keep", "tensor", "context", "pipeline"):
         own = getattr(best, name)
-        others = {getattr(choice, name) for choice in search.seconds} - {own}
+        others = {getattr(choice, name) for choice in search.least} - {own}
         if name == "pipeline":
             ordered = sorted({own, *others})
             at = ordered.index(own)

@@ -21,7 +21,7 @@ from pipelab.table.placement import loop_placement, v_placement
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
 IN_A_V = ("v_half", "v_min", "dualpipe_v", "zb_v")  # two chunks a device, there and back
 SPLIT = ("zb_h1", "zb_h2", "zb", *IN_A_V)  # backwards in two parts, with a flush
-MADE = {"zb": 20_000, "zb_v": 20_000}  # by a search, which takes seconds for so many actions
+MADE = {"zb": 5_000, "zb_v": 5_000}  # by a search, which takes half a second for so many actions
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 MOST_CHUNKS = 16  # a device
 MOST = 10**9  # devices, and samples of a batch
@@ -120,6 +120,7 @@ class Problem:
                 Unless given, 1 for a Transformer and 0 for a Profile
     overlap     the gradients' all-reduce runs beside the last backward, all-gathers beside a pass
     blocking    messages stop the devices that they leave, as Megatron-LM's did in 2021
+    share       of a device's peak that products reach; the machine's unless given
     """
 
     model: Transformer | Profile
@@ -136,9 +137,12 @@ class Problem:
     zero: int | None = None
     overlap: bool = False
     blocking: bool = False
+    share: float | None = None
 
     def __post_init__(self) -> None:
         check_counts(devices=self.devices, batch=self.batch)
+        if self.share is not None:
+            vars(self)["machine"] = replace(self.machine, share=self.share)
         if isinstance(self.model, Profile):
             _check_profile(self.model)
         known = (*FLUSH, *SPLIT, *ASYNCHRONOUS)
@@ -279,7 +283,7 @@ class Problem:
         """What a backward runs again: a stage's forward, or a part of each layer (`keep`)."""
         found = [(mode, "all") for mode in Recompute]
         if isinstance(self.model, Transformer):
-            if not self.flash:  # which has no squares to drop
+            if not self.flash or self.model.latent:  # flash has no squares to drop
                 found.append((Recompute.NEVER, "selective"))
             found.append((Recompute.NEVER, "full"))
         return found
@@ -364,8 +368,9 @@ class Problem:
         """Bytes of experts among the weights of stages of layers a to b - 1, on one device."""
         if not isinstance(self.model, Transformer):
             return 0 * a
-        blocks = np.clip(b, 1, self.layers - 1) - np.clip(a, 1, self.layers - 1)
-        return blocks * 2 * self.model.experts_size / self.expert / tensor
+        first = 1 + len(self.model.dense)  # of those with experts
+        blocks = np.clip(b, first, self.layers - 1) - np.clip(a, first, self.layers - 1)
+        return blocks * 2 * self.model.sizes(tensor)[1] / self.expert
 
     def _summed(self, choice: TrainingChoice, weights: Any, experts: Any, passes: int) -> Any:
         """Seconds to sum (2 passes) or to gather (1) weights among the replicas and those that

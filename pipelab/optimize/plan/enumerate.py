@@ -5,30 +5,51 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
+
+import numpy as np
 
 from pipelab.optimize.plan.choices import Problem, TrainingChoice
 from pipelab.optimize.plan.cuts import fastest_cut, smallest_cut
 from pipelab.optimize.plan.estimates import Estimate, estimate
-from pipelab.optimize.plan.limits import SLACK, least_bytes, least_seconds
+from pipelab.optimize.plan.limits import SLACK, least_bytes, least_of_any_cut, least_seconds
+from pipelab.predict.costs import Recompute
+from pipelab.runtime.bar import Bar
 
 Allowed = Callable[[TrainingChoice], bool]
 
 
 class Enumeration:
-    """All choices of a problem with their bounds, and those that were simulated so far."""
+    """All choices of a problem with their bounds, and those that were simulated so far.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    least      seconds and bytes of every choice that no cut of its layers can beat
+    seconds    bounds of a choice's own cut, once it is its turn
+    bytes      the same
+    estimates  what was simulated
+    """
+
+    def __init__(self, problem: Problem, bar: Bar | None = None) -> None:
+        self.problem, self.bar = problem, bar or Bar("plan", shown=False)
         self.estimates: dict[TrainingChoice, Estimate] = {}
+        self.least: dict[TrainingChoice, tuple[float, float]] = {}
         self.seconds: dict[TrainingChoice, float] = {}
         self.bytes: dict[TrainingChoice, float] = {}
+        self.bar.phase("listing choices")  # then the searches, by whoever asks for them
+        whole = cache(self._whole)
         for choice in problem.choices():
-            self._bound(choice)
-        self.fastest_first = sorted(self.seconds, key=self.seconds.__getitem__)
+            alike = choice._replace(schedule="", virtual=1, recompute=Recompute.NEVER, balance=())
+            self.least[choice] = least_of_any_cut(choice, whole(alike))
+            if len(self.least) % 500 == 0:
+                self._show()
+        self.bar.step()
         self.fastest_cut = cache(partial(fastest_cut, problem))
         self.smallest_cut = cache(partial(smallest_cut, problem))
+
+    def _whole(self, choice: TrainingChoice) -> dict[str, float]:
+        """`Problem.sizes` of all layers in one stage."""
+        sizes = self.problem.sizes(choice, np.array([0]), np.array([self.problem.layers]))
+        return {name: float(np.ravel(size)[0]) for name, size in sizes.items()}
 
     def _bound(self, choice: TrainingChoice) -> None:
         sizes = self.problem.of_stages(choice)
@@ -39,7 +60,12 @@ class Enumeration:
         """Simulate it, once."""
         if choice not in self.estimates:
             self.estimates[choice] = estimate(self.problem, choice)
+            self._show()
         return self.estimates[choice]
+
+    def _show(self) -> None:
+        self.bar.text = f"{len(self.least):,} choices, {len(self.estimates)} simulated"
+        self.bar.step(0)
 
     def best(self, memory: float, allowed: Allowed = lambda choice: True) -> Estimate | None:
         """The fastest allowed choice that fits; of equally fast ones that with least memory."""
@@ -47,15 +73,23 @@ class Enumeration:
         fastest = math.inf  # seconds
         cuts: dict[TrainingChoice, list[TrainingChoice]] = {}  # new ones, by choice without balance
         order = count()  # of equal bounds the first to come is the first to go
-        queue = [(self.seconds[choice], next(order), choice) for choice in self.fastest_first]
+        queue = [
+            (self.seconds.get(choice, seconds), next(order), choice)
+            for choice, (seconds, size) in self.least.items()
+            if size <= memory * SLACK and allowed(choice)
+        ]
+        heapify(queue)
         while queue:
-            bound, _, choice = heappop(queue)
+            bound, number, choice = heappop(queue)
             # [1] No later choice can be as fast.
             if bound > fastest * SLACK:
                 break
-            if not allowed(choice):
+            # [2] Bound its own cut; it waits for its turn.
+            if choice not in self.seconds:
+                self._bound(choice)
+                heappush(queue, (max(self.seconds[choice], bound), number, choice))
                 continue
-            # [2] It may win: simulate it, unless it cannot fit.
+            # [3] It may win: simulate it, unless it cannot fit.
             excess = 0.0
             if self.bytes[choice] <= memory * SLACK:
                 found = self.estimate(choice)
@@ -64,8 +98,8 @@ class Enumeration:
                     fastest = min(fastest, found.step)
                 elif found.step <= fastest * SLACK:  # inputs that wait in buffers are too much
                     excess = found.memory - memory
-            # [3] Cut its layers anew: the new choice waits for its turn like any other.
-            if new := self._cut_anew(choice, memory, excess, cuts):
+            # [4] Cut its layers anew: the new choice waits for its turn like any other.
+            if (new := self._cut_anew(choice, memory, excess, cuts)) and allowed(new):
                 heappush(queue, (self.seconds[new], next(order), new))
         close = [found for found in fitting if found.step <= fastest * SLACK]
         return min(close, key=lambda found: found.memory, default=None)
@@ -91,15 +125,24 @@ class Enumeration:
             if new and new not in known:
                 known.append(new)
                 self._bound(new)
+                self.least.setdefault(new, self.least[choice])
                 return new
         return None
 
     def smallest(self) -> Estimate:
         """The choice that needs least memory."""
         best: Estimate | None = None
-        for choice in sorted(self.bytes, key=self.bytes.__getitem__):
-            if best and self.bytes[choice] > best.memory * SLACK:
+        order = count()
+        queue = [(size, next(order), choice) for choice, (_, size) in self.least.items()]
+        heapify(queue)
+        while queue:
+            bound, number, choice = heappop(queue)
+            if best and bound > best.memory * SLACK:
                 break
+            if choice not in self.bytes:
+                self._bound(choice)
+                heappush(queue, (max(self.bytes[choice], bound), number, choice))
+                continue
             for cut in (choice, self.smallest_cut(choice._replace(balance=()))):
                 found = self.estimate(cut)
                 if not best or found.memory < best.memory:

@@ -12,7 +12,7 @@ from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory
-from pipelab.predict.simulate import simulate
+from pipelab.predict.simulate import delays, durations, lay, waits
 from pipelab.table.action import Kind
 from pipelab.table.schedule import Schedule
 
@@ -38,7 +38,8 @@ class Estimate:
         """Bytes of the fullest device at its peak."""
         costs = self.problem.costs(self.choice)
         table = table_for(self.choice, costs, whole=False)
-        return max(memory(simulate(table, costs), costs).peak())
+        timeline = lay(table, durations(table, costs), delays(table, costs), waits(table, costs))
+        return max(memory(timeline, costs).peak())
 
     @cached_property
     def gap(self) -> float:

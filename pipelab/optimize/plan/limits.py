@@ -70,9 +70,35 @@ def least_seconds(choice: TrainingChoice, sizes: Sizes) -> float:
 
 
 def least_bytes(choice: TrainingChoice, sizes: Sizes) -> float:
-    """Bytes of the fullest device, when its first backward starts: all its warm-up is in flight."""
+    """Bytes of the fullest device, when its first backward starts: all its warm-up is in flight.
+
+    As much is in flight after a round of `interleaved`, and then each chunk has its gradient.
+    """
+    each = counts(choice)
     in_last_chunk = np.arange(len(choice.balance)) >= choice.pipeline * (choice.virtual - 1)
-    return float(of_devices(choice, held(choice, sizes, counts(choice), in_last_chunk)).max())
+    size = held(choice, sizes, each, in_last_chunk)
+    gradients = in_last_chunk * sizes["weights"]
+    length = max(choice.pipeline, choice.longest)  # of a round
+    whole = choice.microbatches // length * length
+    if choice.schedule == "interleaved" and whole >= length + each[1].max():
+        size, gradients = size + sizes["weights"] - gradients, sizes["weights"]
+    fullest = of_devices(choice, size)
+    if choice.recompute is Recompute.EXCEPT_LAST:  # the last micro-batch is in all of its chunks
+        last = sizes["optimizer"] + sizes["weights"] + sizes["activations"] + gradients
+        fullest = np.maximum(fullest, of_devices(choice, last))
+    return float(fullest.max())
+
+
+def least_of_any_cut(choice: TrainingChoice, whole: Sizes) -> tuple[float, float]:
+    """Seconds and bytes that no cut of the layers can beat, from the sizes of all in one stage: a
+    device has at least the average. Cheap, and the same for every cut."""
+    in_flight = _fewest_in_flight(
+        *(choice.schedule, choice.pipeline, choice.virtual, choice.microbatches, choice.longest)
+    )
+    kept = whole["activations"] if choice.recompute is Recompute.NEVER else 0.0
+    # At the end of the batch there are all gradients, and before the first backward no gradient.
+    size = whole["optimizer"] + whole["weights"] + max(whole["weights"], in_flight * kept)
+    return float(work(choice, whole)) / choice.pipeline, size / choice.pipeline
 
 
 def held(
@@ -97,6 +123,13 @@ def counts(choice: TrainingChoice) -> Any:
     """Per stage: versions of its weights, micro-batches in flight, and those that wait for W."""
     sizes = choice.pipeline, choice.virtual, choice.microbatches
     return _counts(choice.schedule, *sizes, max(choice.pipeline, choice.longest))
+
+
+@cache
+def _fewest_in_flight(schedule: str, p: int, v: int, m: int, longest: int) -> int:
+    """Of all stages; those that wait for W keep less than all."""
+    _, in_flight, waiting = _counts(schedule, p, v, m, max(p, longest))
+    return max(int((in_flight - waiting).min()), 0)
 
 
 @cache

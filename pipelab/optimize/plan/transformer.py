@@ -2,26 +2,32 @@
 
 A micro-batch of b samples, on one of t devices that share every layer and of c that share every
 sequence of s tokens: T = b s / c tokens. h hidden, a heads, k the width of all key heads, f of the
-feed-forward layer with g matrices (2; 3 with a gate), e of E experts used by a token.
+feed-forward layer with g matrices (2; 3 with a gate), e of E experts used by a token, z experts
+used by all; q, k, v, o the widths of all heads' queries, keys, values and outputs (h, k, k, h; or
+wider, in latent attention).
 
 | quantity | formula | source |
 |---|---|---|
 | a product's seconds | 2 T x y / (flops share) (1 + narrow (1/T + 1/x + 1/y)) | fitted |
-| products of a layer | h (h + 2 k) / t, h^2 / t, e g f h / t | arXiv 2104.04473, appendix |
-| scores and values | 4 T s h / t FLOPs; causal flash kernels do half | the same; 2307.08691 |
+| products of a layer | h (q + k + v) / t, o h / t, (e + z) g f h / t | arXiv 2104.04473, appendix |
+| of latent attention | `_attention`: all devices make the latents | 2405.04434, section 2.1 |
+| scores and values | 2 T s (q + o) / t FLOPs; causal flash ones do half | 2104.04473; 2307.08691 |
 | their backward | twice that, all of it in I; flash: 2.5 times | 2401.10241, table 1; 2307.08691 |
-| read and written besides | T (22 h + 2 g e f / t) bytes; without flash 13 a s T / t | counted |
+| read and written besides | T (22 h + 2 g (e + z) f / t) bytes; no flash: 13 a s T / t | counted |
 | all-reduces of a pass | 2 of 2 T h bytes among t | 2104.04473, section 3.2 |
-| keys and values of a pass | an all-gather of 4 T k / t bytes among c | 2407.21783, section 3.3.2 |
+| keys and values of a pass | an all-gather of 4 T k / t bytes among c (or latents) | 2407.21783 |
 | tokens to their experts | an all-to-all of 2 e T h / t bytes there and one back | 2006.16668 |
-| kept, all | T (10 h + (4 h + 4 k + 4 e f) / t); without flash 5 a s T / t | 2205.05198 |
+| kept, all | T (10 h + (2 (q + k + v + o) + 4 (e + z) f) / t); no flash: 5 a s T / t | 2205.05198 |
 | kept, selective | the same without 5 a s T / t, which I makes again | 2205.05198, section 5 |
+| the same, latent | 2 T (q + k + v) / t less, which I makes again of latents | 2412.19437, 3.2.3 |
 | kept, full | the layer's input, 2 T h; I makes the forward again | 2205.05198, section 5 |
 | with a gate | 8 for 10: no dropout; gate and width are multiplied again, not kept | assumed |
 | with sequence parallelism | the 10, the input, the 22 are over t, too | 2205.05198, section 4.2 |
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipelab.optimize.cut.profiles import Layer, Profile
 from pipelab.optimize.plan.machine import Machine
@@ -31,21 +37,42 @@ KEEP = ("all", "selective", "full")  # what is kept of a layer from its forward 
 MOST_LAYERS = 2000  # of which a plan can cut
 
 
+class Latent(NamedTuple):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
+
+    query  rank of all heads' queries
+    key    rank of all heads' keys and values
+    nope   of a head's query and key: the part without positions
+    rope   of the same: the part with rotary positions; the key's is one for all heads
+    value  of a head's value
+    """
+
+    query: int
+    key: int
+    nope: int
+    rope: int
+    value: int
+
+
 @dataclass(frozen=True)
 class Transformer:
-    """A GPT of equal layers, in half precision.
+    """A GPT of equal layers, but for the first ones, in half precision.
 
     key_heads  of grouped-query attention; as many as heads unless given
-    feed       width of the feed-forward layer; 4 times hidden unless given
-    gated      whether that has a gate (SwiGLU): three matrices, no biases, no learned positions
+    feed       width of the feed-forward layer, or of an expert; 4 times hidden unless given
+    gated      whether that has a gate (SwiGLU): three matrices, no biases, no learned positions,
+               and the head shares no weights with the embedding
     experts    copies of it, of which a token uses `active`
+    shared     more copies, which every token uses
+    dense      widths of the feed-forward layers of the first layers, which have no experts
+    latent     sizes of latent attention; plain or grouped-query attention unless given
 
     >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
     >>> f"{gpt3.parameters:.4g} parameters, {gpt3.flops(1536):.3g} FLOPs a batch"
     '1.746e+11 parameters, 4.51e+18 FLOPs a batch'
-    >>> llama = Transformer(126, 16384, 128, 8192, 128256, key_heads=8, feed=53248, gated=True)
-    >>> f"{llama.parameters + llama.hidden * llama.vocabulary:.4g} with its head"
-    '4.058e+11 with its head'
+    >>> deepseek = MODELS["deepseek-v3"]
+    >>> f"{deepseek.parameters:.4g} parameters, {deepseek.active_parameters:.3g} a token"
+    '6.709e+11 parameters, 3.65e+10 a token'
     """
 
     layers: int
@@ -58,11 +85,25 @@ class Transformer:
     gated: bool = False
     experts: int = 1
     active: int = 1
+    shared: int = 0
+    dense: tuple[int, ...] = ()
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         feed = self.feed or 4 * self.hidden
         vars(self).update(key_heads=self.key_heads or self.heads, feed=feed)
-        check_counts(**{name: size for name, size in vars(self).items() if name != "gated"})
+        others = ("gated", "shared", "dense", "latent")
+        check_counts(**{name: size for name, size in vars(self).items() if name not in others})
+        check_counts(
+            shared=self.shared or 1, **{f"dense[{i}]": x for i, x in enumerate(self.dense)}
+        )
+        if self.latent is not None:
+            if len(self.latent) != len(Latent._fields):
+                raise ValueError(f"latent={self.latent}: give {', '.join(Latent._fields)}")
+            vars(self)["latent"] = Latent(*self.latent)
+            check_counts(**{f"latent {name}": x for name, x in self.latent._asdict().items()})
+        if len(self.dense) > self.layers:
+            raise ValueError(f"dense has {len(self.dense)} widths: there are {self.layers} layers")
         if self.hidden % self.heads:
             raise ValueError(
                 f"heads={self.heads} hidden={self.hidden}: give a number of heads that divides it"
@@ -77,10 +118,6 @@ class Transformer:
             raise ValueError(f"layers={self.layers}: give at most {MOST_LAYERS:,}")
 
     @property
-    def _keys(self) -> int:
-        return self.hidden // self.heads * self.key_heads
-
-    @property
     def _matrices(self) -> int:
         """Of a feed-forward layer: g of the table above."""
         return 3 if self.gated else 2
@@ -90,22 +127,71 @@ class Transformer:
         return self._matrices * self.hidden * self.feed
 
     @property
-    def parameters(self) -> float:
-        """12 l h^2 (1 + 13 / 12 h + (V + s) / 12 l h): arXiv 2104.04473, section 5.1; with all
-        experts."""
-        return self.layers * sum(self._shares()) + self.hidden * self._words
+    def _heads(self) -> tuple[int, int, int, int]:
+        """Widths of all heads' queries, keys, values and outputs: q, k, v, o of the table above."""
+        if self.latent is None:
+            keys = self.hidden // self.heads * self.key_heads
+            return self.hidden, keys, keys, self.hidden
+        query = self.heads * (self.latent.nope + self.latent.rope)
+        value = self.heads * self.latent.value
+        return query, query, value, value
 
     @property
-    def experts_size(self) -> float:
-        """Parameters of a layer's experts; 0 where there is one."""
-        return self._shares()[1]
+    def _latents(self) -> int:
+        """Their width, with the key's rotary part; 0 without latent attention."""
+        return self.latent.query + self.latent.key + self.latent.rope if self.latent else 0
 
-    def _shares(self) -> tuple[float, float]:
-        """Parameters of a layer: all but its experts, and these (where there are several)."""
-        feeds = self.experts * self._feed_weights
+    def _attention(self, tensor: int = 1) -> list[tuple[float, float]]:
+        """Sides of attention's weights on one of `tensor` devices, the output's first; the last
+        ones make queries, keys and values of latents, which every device makes of the input."""
+        h = self.hidden
+        query, key, value, output = (width / tensor for width in self._heads)
+        if self.latent is None:
+            return [(output, h), (h, query + key + value)]
+        up = self.heads * self.latent.nope / tensor + value
+        return [(output, h), (h, self._latents), (self.latent.query, query), (self.latent.key, up)]
+
+    def _sum(self, of: Callable[["Transformer"], float]) -> float:
+        """The sum over all layers, each as a model of such layers."""
+        return sum(map(of, self._dense)) + (self.layers - len(self.dense)) * of(self)
+
+    @property
+    def _dense(self) -> list["Transformer"]:
+        """The first layers, each as a model of such layers."""
+        alike = replace(self, experts=1, active=1, shared=0, dense=())
+        return [replace(alike, feed=width) for width in self.dense]
+
+    @property
+    def parameters(self) -> float:
+        """12 l h^2 (1 + 13 / 12 h + (V + s) / 12 l h): arXiv 2104.04473, section 5.1; with all
+        experts, without the routers."""
+        own_head = self.vocabulary if self.gated else 0
+        words = self.hidden * (self._words + own_head)
+        return self._sum(lambda layer: sum(layer.sizes())) + words
+
+    @property
+    def active_parameters(self) -> float:
+        """Those of weights that a token is multiplied with: the head's, but not the embedding's."""
+        return self._sum(Transformer._met) + self.hidden * self.vocabulary
+
+    def sizes(self, tensor: int = 1) -> tuple[float, float]:
+        """Parameters of the last layer on one of `tensor` devices: all but its experts, and these
+        (where there are several)."""
+        attention = sum(x * y for x, y in self._attention(tensor))
+        feeds = self.experts * self._feed_weights / tensor
         vectors = 0 if self.gated else 13 * self.hidden  # biases and norms
-        rest = 2 * self.hidden * (self.hidden + self._keys) + vectors
+        rest = attention + (vectors + self.shared * self._feed_weights) / tensor
         return (rest, feeds) if self.experts > 1 else (rest + feeds, 0)
+
+    def _met(self) -> float:
+        """Weights of a layer's matrices that a token meets."""
+        feeds = (self.active + self.shared) * self._feed_weights
+        return sum(x * y for x, y in self._attention()) + feeds
+
+    def _scores(self, causal: bool) -> int:
+        """FLOPs of a token's scores and values in a layer."""
+        query, _, _, output = self._heads
+        return (1 if causal else 2) * self.sequence * (query + output)
 
     @property
     def _words(self) -> int:
@@ -118,11 +204,9 @@ class Transformer:
         A forward counts once, a backward twice, and a layer's recomputation (not the head's) once;
         scores all of them, or the half that a causal mask leaves.
         """
-        s, h = self.sequence, self.hidden
-        weights = 2 * h * (h + self._keys) + self.active * self._feed_weights  # that a token meets
-        layer = 2 * s * weights + (2 if causal else 4) * s**2 * h
-        head = 2 * s * h * self.vocabulary  # the logits alone: an embedding is looked up
-        return batch * ((4 if recompute else 3) * self.layers * layer + 3 * head)
+        layers = self._sum(lambda layer: 2 * layer._met() + layer._scores(causal))
+        head = 2 * self.hidden * self.vocabulary  # the logits alone: an embedding is looked up
+        return batch * self.sequence * ((4 if recompute else 3) * layers + 3 * head)
 
     def profile(
         self,
@@ -142,44 +226,95 @@ class Transformer:
         A pipeline keeps the word embedding twice: in its first layer and in the head. Experts are
         shared out over `expert` replicas.
         """
-        h, s, k, f, t, c = self.hidden, self.sequence, self._keys, self.feed, tensor, context
-        tokens, e, g = samples * s / c, self.active, self._matrices
-        peak = machine.flops * machine.share
+        h, t, tokens = self.hidden, tensor, samples * self.sequence / context
+        split = t if sequence else 1
+        blocks = [
+            model._block(machine, tokens, tensor, context, expert, keep, flash=flash, split=split)
+            for model in (*self._dense, self)
+        ]
+        words = 2 * h * self.vocabulary / t
+        output = 2 * tokens * h
+        place = 2 * h * (self._words - self.vocabulary)  # learned positions
+        embedding = Layer("embedding", weights=words + place, output=output)
+        logits = machine.product(tokens, h, self.vocabulary / t)
+        size = 4 * tokens * (h / split + self.vocabulary / t)
+        head = Layer("head", logits, logits, logits, words, size, output)
+        blocks += blocks[-1:] * (self.layers - len(blocks))
+        return Profile(
+            (embedding, *blocks[: self.layers], head), samples=samples, machine=machine.name
+        )
 
-        def product(x: float, y: float, rows: float = tokens) -> float:
-            sides = 1 / rows + 1 / x + 1 / y if rows else 0.0
-            return 2 * rows * x * y / peak * (1 + machine.narrow * sides)
+    def _block(
+        self,
+        machine: Machine,
+        tokens: float,
+        tensor: int,
+        context: int,
+        expert: int,
+        keep: str,
+        *,
+        flash: bool,
+        split: int,
+    ) -> Layer:
+        """The last layer: `profile`."""
+        h, s, f, t, c = self.hidden, self.sequence, self.feed, tensor, context
+        e, g, shared = self.active, self._matrices, self.shared
+        expert = expert if self.experts > 1 else 1
+        query, key, value, out = self._heads
+
+        def feed(rows: float) -> float:
+            up, down = machine.product(rows, h, f / t), machine.product(rows, f / t, h)
+            return (g - 1) * up + down
 
         # [1] seconds of a forward: products, scores, what is read and written, messages
         rows = max(tokens * e * expert / self.experts, 1.0)  # of an expert
-        feeds = (g - 1) * product(h, f / t, rows) + product(f / t, h, rows)
-        products = product(h, (h + 2 * k) / t) + product(h / t, h) + feeds * tokens * e / rows
-        scores = (2 if flash else 4) * tokens * s * h / t / peak
+        attention = [machine.product(tokens, x, y) for x, y in self._attention(t)]
+        products = sum(attention) + feed(rows) * tokens * e / rows + shared * feed(tokens)
+        scores = tokens * self._scores(causal=flash) / t / (machine.flops * machine.share)
         squares = 0 if flash else 13 * self.heads * s * tokens / t / machine.hbm
-        split = t if sequence else 1
-        moved = tokens * (22 * h / split + 2 * g * e * f / t) / machine.hbm
+        moved = tokens * (22 * h / split + 2 * g * (e + shared) * f / t) / machine.hbm
+        gathered = (key + value) / t if self.latent is None else self.latent.key + self.latent.rope
         sent = 2 * machine.collective(2 * tokens * h, t, 1)
-        sent += machine.collective(4 * tokens * k / t * c, c, t, 1)
+        sent += machine.collective(2 * tokens * gathered * c, c, t, 1)
         among = machine.slowest(expert * t * c)  # by each one's own card
         sent += machine.allreduce(2 * e * tokens * h / t, expert, among)  # there and back
         forward = products + scores + squares + moved + sent
         # [2] its backward, and what it makes again
         inputs = products + (2.5 if flash else 2) * scores + 2 * (squares + moved) + sent
-        again = {"all": 0.0, "selective": scores + squares, "full": forward}[keep]
+        selective = sum(attention[2:]) + (0.0 if flash else scores + squares)
+        again = {"all": 0.0, "selective": selective, "full": forward}[keep]
         # [3] bytes
-        attention = 0 if flash else 5 * self.heads * s * tokens / t
-        whole = tokens * ((8 if self.gated else 10) * h / split + (4 * h + 4 * k + 4 * e * f) / t)
-        kept = {"all": whole + attention, "selective": whole, "full": 2 * tokens * h / split}[keep]
-        rest, feeds_size = self._shares()
-        weights = 2 * (rest + feeds_size / expert) / t
-        words = 2 * h * self.vocabulary / t
-        output = 2 * tokens * h
-        place = 2 * h * (self._words - self.vocabulary)  # learned positions
-        embedding = Layer("embedding", weights=words + place, output=output)
-        block = Layer("layer", forward, inputs + again, products, weights, kept, output)
-        logits = product(h, self.vocabulary / t)
-        size = 4 * tokens * (h / split + self.vocabulary / t)
-        head = Layer("head", logits, logits, logits, words, size, output)
-        return Profile(
-            (embedding, *[block] * self.layers, head), samples=samples, machine=machine.name
+        heads = (0 if self.latent and keep == "selective" else query + key + value) + out
+        whole = tokens * ((8 if self.gated else 10) * h / split + 2 * self._latents)
+        whole += tokens * (2 * heads + 4 * (e + shared) * f) / t
+        squared = 0 if flash else 5 * self.heads * s * tokens / t
+        kept = {"all": whole + squared, "selective": whole, "full": 2 * tokens * h / split}[keep]
+        rest, feeds = self.sizes(t)
+        weights = 2 * (rest + feeds / expert)
+        return Layer(
+            "layer", forward, inputs + again, products, weights, kept, output=2 * tokens * h
         )
+
+
+MODELS = {
+    # arXiv 2412.19437, section 4.2, without the part that predicts a second token.
+    "deepseek-v3": Transformer(
+        *(61, 7168, 128, 4096, 129280),
+        feed=2048,
+        gated=True,
+        experts=256,
+        active=8,
+        shared=1,
+        dense=(18432,) * 3,
+        latent=Latent(query=1536, key=512, nope=128, rope=64, value=128),
+    ),
+    # arXiv 2401.04088, table 1.
+    "mixtral-8x7b": Transformer(
+        *(32, 4096, 32, 32768, 32000), key_heads=8, feed=14336, gated=True, experts=8, active=2
+    ),
+    # arXiv 2407.21783, table 3.
+    "llama-3-405b": Transformer(
+        *(126, 16384, 128, 8192, 128256), key_heads=8, feed=53248, gated=True
+    ),
+}
+"""Published models, by name."""

@@ -84,10 +84,10 @@ def machine_of(device: Any = None) -> Machine:
     device = jax.devices()[0] if device is None else device
     if device.platform == "cpu":
         return HOST
-    for name, machine in MACHINES.items():
-        # "A100-80GB" is found in "NVIDIA A100-SXM4-80GB" by its first word.
-        if name.split("-")[0] in device.device_kind:
-            return machine
+    # "A100-40GB" is found in "NVIDIA A100-SXM4-40GB" by both words, "A100-80GB" by the first one.
+    words = {name: [word in device.device_kind for word in name.split("-")] for name in MACHINES}
+    if alike := [name for name, found in words.items() if found[0]]:
+        return MACHINES[max(alike, key=lambda name: sum(words[name]))]
     raise PipeshardError(
         f"nothing is known of {device.device_kind!r}: pass "
         "machine=pipelab.optimize.plan.Machine(name, flops, memory, bandwidth)"
