@@ -118,8 +118,22 @@ class FollowedStages(ManualStages):
 
 
 def _flushing() -> list[str]:
-    """The names of the schedules that flush, which alone can be a pipeline's."""
-    return [name for name in sorted(SCHEDULES) if not make(name, 2, 2).asynchronous]
+    """The names of the schedules that can be a pipeline's: a flush, one copy, whole sequences."""
+    made = {name: make(name, 2, 2) for name in sorted(SCHEDULES)}
+    return [
+        name
+        for name, table in made.items()
+        if not (table.asynchronous or table.copies > 1 or table.slices)
+    ]
+
+
+def _check_whole(table: Schedule) -> None:
+    """PipeshardError for copies of the model, and for slices of sequences."""
+    if table.copies > 1 or table.slices:
+        what = "slices of sequences" if table.slices else "several copies of the model"
+        raise PipeshardError(
+            f"schedule {table.name!r} has {what}: use one of {', '.join(_flushing())}"
+        )
 
 
 @dataclass(frozen=True)
@@ -260,6 +274,7 @@ class Pipeshard(Keywords):
         """
         table = self.schedule
         if isinstance(table, str):
+            _check_whole(make(table, 2, 2))
             # A table of one mesh tells how many stages each of them has.
             each = make(table, 1, self.microbatches, virtual=self.virtual).stages
             if stages % each:
@@ -280,6 +295,7 @@ class Pipeshard(Keywords):
             raise PipeshardError(
                 f"schedule {table.name!r} has no flush: use one that does: {', '.join(_flushing())}"
             )
+        _check_whole(table)
         if (table.stages, table.microbatches, table.batches) != (stages, self.microbatches, 1):
             raise PipeshardError(
                 f"schedule {table.name!r} has {table.stages} stages and {table.batches} x "

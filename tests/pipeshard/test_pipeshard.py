@@ -760,6 +760,8 @@ def assert_error(
         (dict(microbatches=0), "microbatches=0: use at least 1"),
         (dict(virtual=0), "virtual=0: use at least 1"),
         (dict(stages=2, schedule="pipedream_2bw"), "schedule 'pipedream_2bw' has no flush"),
+        (dict(stages=2, schedule="chimera"), "'chimera' has several copies of the model: use one"),
+        (dict(stages=2, schedule="seq1f1b"), "'seq1f1b' has slices of sequences: use one of dual"),
         (
             dict(stages=ManualStages([[0, 1], [2, 3]], [1, 1], lambda path, shape: None)),
             "cannot be sharded as None",
