@@ -204,7 +204,7 @@ def _activations(s: Schedule, costs: Costs, moments: _Moments) -> Held:
         whole, split = at.get((stage, Kind.B, k), i), at.get((stage, Kind.I, k))
         backward = whole if split is None else split
         last = whole if split is None else at[stage, Kind.W, k]
-        share = s.slices[k % s.per_sequence] if s.slices else 1.0
+        share = s.share(k)
         size, since = share * activations[stage], starts[i]
         if recomputed[k] and backward > i:
             since = starts[backward]
@@ -222,8 +222,7 @@ def _buffers(s: Schedule, costs: Costs, moments: _Moments) -> Held:
         if arrived and arrived[0] < start[0]:
             stage, kind, k = s.actions[i]
             size = boundary[stage if kind is Kind.F else stage + 1]
-            share = s.slices[k % s.per_sequence] if s.slices else 1.0
-            yield "buffers", stage, share * size, arrived, start
+            yield "buffers", stage, s.share(k) * size, arrived, start
 
 
 # ---- counted in micro-batches
@@ -282,12 +281,10 @@ def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
         kind: [schedule.copies * x for x in of_stages]
         for kind, of_stages in changes(costs, schedule.placement).items()
     }
-    peaks, of_slices = [], schedule.slices or (1.0,)
+    peaks = []
     for row in schedule.rows:
         steps = (
-            change[a.kind][a.stage] * of_slices[a.microbatch % len(of_slices)]
-            for a in row
-            if a.kind in change
+            change[a.kind][a.stage] * schedule.share(a.microbatch) for a in row if a.kind in change
         )
         peaks.append(round(max(accumulate(steps, initial=0.0)), 9))
     return peaks

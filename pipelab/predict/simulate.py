@@ -123,10 +123,10 @@ def delays(schedule: Schedule, costs: Costs) -> list[float]:
     """Seconds that each action's input is on its way; 0 for one from the same device."""
     delay = [0.0] * len(schedule.actions)
     seconds, link = costs.links(schedule.stages), links(schedule)
-    latency, n = costs.of("transfer", max(schedule.stages - 1, 0)), schedule.per_sequence
+    latency = costs.of("transfer", max(schedule.stages - 1, 0))
     for i in schedule.crossing:
         s: Any = link[i]
-        share = schedule.slices[schedule.actions[i].microbatch % n] if schedule.slices else 1.0
+        share = schedule.share(schedule.actions[i].microbatch)
         delay[i] = latency[s] + share * (seconds[s] - latency[s])
     return delay
 

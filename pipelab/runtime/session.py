@@ -113,7 +113,7 @@ class Wing(ABC):
         A weight's own for its gradient and its new value in each update; and at most either 24 for
         float64's weight and its gradients of the whole batch and of its parts, or 16 with the
         reference's gradient and two moments. In float32 that is 44 a weight for two updates;
-        benchmarks/checked.md measured 39 to 51.
+        benchmarks/checked.md measured 29 to 36.
         """
         size, count = self.size()
         kept = 2 * updates * self.options.replicas * size

@@ -167,6 +167,10 @@ class Table:
         """Numbers of a sequence: its slices, or itself."""
         return max(len(self.slices), 1)
 
+    def share(self, number: int) -> float:
+        """The part of its sequence that a slice is; 1 where sequences stay whole."""
+        return self.slices[number % self.per_sequence] if self.slices else 1.0
+
     def copies_of(self, stage: int) -> list[int]:
         """All copies of a stage, itself among them; nothing if the model has one copy."""
         n = self.model_stages
