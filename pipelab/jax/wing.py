@@ -18,6 +18,7 @@ from pipelab.runtime.options import Options
 from pipelab.runtime.session import Wing
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.worker import Job
+from pipelab.table.action import Kind
 from pipelab.table.schedule import Schedule
 
 
@@ -73,6 +74,11 @@ class JaxWing(Wing):
             raise ValueError(
                 f"{schedule.name} has {schedule.copies} copies of the model, whose gradients only "
                 "torch stages add up: give torch modules"
+            )
+        if Kind.OFFLOAD in schedule.kinds:
+            raise ValueError(
+                f"{schedule.name} offloads activations, which only torch stages do: give torch "
+                "modules"
             )
         self.seeded = options.seed is not None
         # Stages are looked at before a launcher is started: nothing is to be cleaned up.

@@ -1,5 +1,6 @@
 """A measured timeline -> the costs that explain it."""
 
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from pipelab.predict.costs import PASSES, Costs
 from pipelab.predict.memory import Memory
 from pipelab.predict.simulate import delays, durations, lay, links, waits
 from pipelab.predict.timeline import Timeline
-from pipelab.table.action import Kind
+from pipelab.table.action import HOST, Kind
 
 
 def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
@@ -34,11 +35,11 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
 
     Bytes, if the timeline's `memory` is given: weights and optimizer state as the device's peak,
     divided evenly among its stages; activations as its peak divided by the most micro-batches in
-    flight, so evenly too. Where backwards are split, activations are what forwards left, and
-    `weight_activations` what was left of it between I and W. A cause that the memory does not have
-    is 0; so is `boundary`. With recomputation, its seconds are part of the backward, and
-    activations are a mean of full and recomputed ones, or, with split backwards, what is kept of a
-    forward until its I.
+    flight, so evenly too; `host` from the seconds of offloads and reloads. Where backwards are
+    split, activations are what forwards left, and `weight_activations` what was left of it between
+    I and W. A cause that the memory does not have is 0; so is `boundary`. With recomputation, its
+    seconds are part of the backward, and activations are a mean of full and recomputed ones, or,
+    with split backwards, what is kept of a forward until its I.
 
     Model: an action costs the same in every table. Raises ValueError for a table with transfers.
 
@@ -49,7 +50,18 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     """
     timeline.refuse_transfers("fit")
     costs = fit_seconds(timeline)
-    return replace(costs, **_bytes(timeline, memory)) if memory else costs
+    costs = replace(costs, **_bytes(timeline, memory)) if memory else costs
+    return replace(costs, host=_host(timeline, costs))
+
+
+def _host(timeline: Timeline, costs: Costs) -> float:
+    """Bytes per second of copies to and from the host, where there are both."""
+    s, kept = timeline.schedule, costs.of_copies(timeline.schedule)
+    sizes = kept.of("activations", s.stages)
+    spans = [span for span in timeline.spans if span.action.kind in HOST]
+    seconds = sum(span.end - span.start for span in spans)
+    moved = sum(s.share(a.microbatch) * sizes[a.stage] for _, a, *_ in spans)
+    return moved / seconds if moved and seconds else math.inf
 
 
 def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
@@ -100,12 +112,13 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
     lost_ready: list[float] = []  # before a start whose input was there already
     lost_fed: list[float] = []  # before one that had waited for it
     crossing = set(s.crossing)
+    pairs = {i for i in s.joined if s.actions[i].kind not in HOST}
     for i, (stage, kind, _) in enumerate(s.actions):
         if not warm[i]:
             continue
-        overlaps = i in s.joined or i + 1 in s.joined
+        overlaps = i in pairs or i + 1 in pairs
         (paired if overlaps else took)[kind, stage].append(duration[i])
-        if i in s.joined:
+        if i in pairs:
             start, end = timeline.start[i - 1 : i + 1], timeline.end[i - 1 : i + 1]
             for one in (stage, s.actions[i - 1].stage):
                 together[one % s.model_stages].append(max(end) - min(start))
@@ -113,7 +126,7 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
             on_way[link[i], fed[i]].append(delay[i])
         # First actions wait for no action, and an update may wait for other stages' gradients:
         # neither shows lost time.
-        if s.before[i] is not None and (fed[i] or kind is not Kind.U):
+        if s.before[i] is not None and (fed[i] or kind < Kind.U):
             (lost_fed if fed[i] else lost_ready).append(wait[i])
     lost = _mean(lost_ready)
     extra = max(_mean(lost_fed) - lost, 0.0)
@@ -145,7 +158,7 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
         forward=forward,
         input_grad=input_grad,
         weight_grad=weight_grad,
-        together=both if together else None,
+        together=both if pairs else None,
         transfer=[transfer([n]) for n in every] if each_link else transfer(every),
         update=seconds(Kind.U),
         overhead=lost,
@@ -187,7 +200,7 @@ def _split_activations(timeline: Timeline, memory: Memory) -> dict[str, list[flo
 
     While an action runs, its device holds the first as often as it has forwards without I (or B),
     and the second as often as it has I without W, of each stage: linear equations, solved by least
-    squares. Not while I runs, when some of both is there.
+    squares. Not while I runs, when some of both is there, nor where two actions overlap.
     """
     import numpy as np
 
@@ -199,13 +212,15 @@ def _split_activations(timeline: Timeline, memory: Memory) -> dict[str, list[flo
         until_input: Counter[int] = Counter()
         until_weight: Counter[int] = Counter()
         held, level = [], []
-        for _, (stage, kind, _), _, start, end, *_ in timeline.spans[a:b]:
-            until_input[stage] += kind is Kind.F
+        for i, span in enumerate(timeline.spans[a:b], a):
+            _, (stage, kind, _), _, start, end, *_ = span
+            until_input[stage] += kind in (Kind.F, Kind.RELOAD)
             now = bisect_right(times, (start + end) / 2) - 1
-            if now >= 0 and kind is not Kind.I and end > start:
+            alone = s.joined.isdisjoint((i, i + 1)) and kind is not Kind.I
+            if now >= 0 and alone and end > start:
                 held.append([count[one] for count in (until_input, until_weight) for one in stages])
                 level.append(levels["activations"][now])
-            until_input[stage] -= kind in (Kind.B, Kind.I)
+            until_input[stage] -= kind in (Kind.B, Kind.I, Kind.OFFLOAD)
             until_weight[stage] += (kind is Kind.I) - (kind is Kind.W)
         sizes = np.linalg.lstsq(np.array(held), np.array(level))[0]
         split = {a.stage for a in s.rows[d] if a.kind is Kind.I}

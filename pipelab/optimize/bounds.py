@@ -21,7 +21,7 @@ from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory_used, shares
 from pipelab.predict.simulate import compute_seconds, simulate, transfer_seconds
 from pipelab.predict.timeline import Timeline
-from pipelab.table.action import LARGEST, Kind, ScheduleError, check_counts
+from pipelab.table.action import HOST, LARGEST, Kind, ScheduleError, check_counts
 from pipelab.table.placement import check_placement, loop_placement, stages_of
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import check_type
@@ -120,7 +120,7 @@ def bound(
 def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> float | None:
     """How much longer a batch takes than the bound: of the same stages on the same devices, under
     the memory of the device that needs most in this schedule, with backwards that may be split.
-    None where no bound holds: for actions that overlap, slices, and several copies of the model.
+    None where no bound holds: for actions that overlap, slices, copies of the model or to the host.
 
     Without a flush batches overlap: all of them count as one large batch. `timeline` is the
     schedule's simulation, where there is one already.
@@ -129,7 +129,7 @@ def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> f
     >>> round(gap(pipedream_flush(4, 8), Costs()), 3)
     0.222
     """
-    if schedule.overlapped or schedule.slices or schedule.copies > 1:
+    if schedule.overlapped or schedule.slices or schedule.copies > 1 or HOST & schedule.kinds:
         return None
     if schedule.batches > 1 and not schedule.asynchronous:
         schedule, timeline = schedule.part(0, 1), None

@@ -17,7 +17,7 @@ from pipelab.optimize.cut.uniform import uniform
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
 from pipelab.runtime.bar import Bar
 from pipelab.schedules import SCHEDULES, make
-from pipelab.table.action import Reads
+from pipelab.table.action import Kind, Reads
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import forward_only
 from pipelab.table.validate import validate
@@ -118,19 +118,22 @@ class FollowedStages(ManualStages):
 
 
 def _flushing() -> list[str]:
-    """The names of the schedules that can be a pipeline's: a flush, one copy, whole sequences."""
+    """The names of the schedules that can be a pipeline's: a flush, and what is not `_beyond`."""
     made = {name: make(name, 2, 2) for name in sorted(SCHEDULES)}
-    return [
-        name
-        for name, table in made.items()
-        if not (table.asynchronous or table.copies > 1 or table.slices)
-    ]
+    return [name for name, table in made.items() if not (table.asynchronous or _beyond(table))]
+
+
+def _beyond(table: Schedule) -> str:
+    """What a table has that pipelines here do not."""
+    if table.slices:
+        return "slices of sequences"
+    if Kind.OFFLOAD in table.kinds:
+        return "offloaded activations"
+    return "several copies of the model" if table.copies > 1 else ""
 
 
 def _check_whole(table: Schedule) -> None:
-    """PipeshardError for copies of the model, and for slices of sequences."""
-    if table.copies > 1 or table.slices:
-        what = "slices of sequences" if table.slices else "several copies of the model"
+    if what := _beyond(table):
         raise PipeshardError(
             f"schedule {table.name!r} has {what}: use one of {', '.join(_flushing())}"
         )

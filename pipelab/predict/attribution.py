@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from pipelab.table.action import Kind
+from pipelab.table.action import HOST, Kind
 from pipelab.table.schedule import Schedule
 from pipelab.table.timing import Span
 
@@ -50,7 +50,8 @@ def attribution(schedule: Schedule, spans: Sequence[Span]) -> dict[Cause, list[f
     `held back by the order` if the input of a later forward of the row has arrived already and
     the action is no forward, else `waiting for a forward` or `for a gradient`. After the last
     action: `nothing left`. `overhead` is the time between the arrival of an action's input and its
-    start: measured, or in a simulation `Costs.overhead`. The table must not have transfers written
+    start: measured, or in a simulation `Costs.overhead`. What a copy to or from the host takes
+    longer than the action beside it is `transfer`. The table must not have transfers written
     out.
     """
     idle = {cause: [0.0] * schedule.devices for cause in Cause}
@@ -119,12 +120,13 @@ def stretches(schedule: Schedule, spans: Sequence[Span]) -> list[list[Stretch]]:
             source = schedule.inputs[a + i]
             maker = None if source is None else device_of[source]
             stage = span.action.stage
+            copies = Cause.TRANSFER if span.action.kind in HOST else None
             row += [
                 Stretch(free, held, Cause.FORWARD if forward[i] else Cause.GRADIENT, stage, maker),
                 Stretch(held, sent, Cause.HELD, stage, maker),
                 Stretch(sent, arrived, Cause.TRANSFER, stage),
                 Stretch(arrived, closes, Cause.OVERHEAD, stage),
-                Stretch(closes, max(closes, span.end), None, stage),
+                Stretch(closes, max(closes, span.end), copies, stage),
             ]
             free = max(free, span.end)
         row.append(Stretch(free, finish, Cause.NOTHING, None, last))

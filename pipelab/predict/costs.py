@@ -70,6 +70,8 @@ class Costs:
         overhead: one number: seconds that every action loses before it starts, whatever its size
             (launching it)
         bandwidth: bytes per second of every link; a transfer takes transfer + boundary / bandwidth
+        host: bytes per second between a device and its host's memory, in one direction at a time:
+            what an offload or a reload of a micro-batch's activations takes
         speed: one number or one per device; compute seconds are divided by it. Below 1 where
             devices share cores: the share of the time that they had one
         weights: bytes of a stage's weights, and of its gradients
@@ -93,6 +95,7 @@ class Costs:
     update: Values = 0.0
     overhead: float = 0.0
     bandwidth: float = math.inf
+    host: float = math.inf
     speed: Values = 1.0
     weights: Values = 0.0
     optimizer: Values = 0.0
@@ -223,14 +226,15 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
     except (TypeError, OverflowError):
         each = ONE_PER.get(name, "stage")
         raise CostError(f"{name}={value!r}: give one number, or one per {each}") from None
-    positive = name in ("bandwidth", "speed")
+    widths = ("bandwidth", "host")
+    positive = name in (*widths, "speed")
     for x in numbers:
         small = x <= 0 if positive else x < 0
-        if small or math.isnan(x) or (x == math.inf and name != "bandwidth"):
+        if small or math.isnan(x) or (x == math.inf and name not in widths):
             least = "positive numbers" if positive else "numbers of at least 0"
             raise CostError(f"{name}={value!r}: give {least}, one in all or one per stage")
     if name == "attention" and max(numbers, default=0) > 1:
         raise CostError(f"attention={value!r}: give a share of the seconds, 0 to 1")
-    if several and name in ("bandwidth", "overhead", "attention"):
+    if several and name in (*widths, "overhead", "attention"):
         raise CostError(f"{name}={value!r}: give one number")
     return numbers if several else numbers[0]

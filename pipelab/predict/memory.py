@@ -101,7 +101,8 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     of the update that makes them to their last reader. Gradients from the first backward of an
     update group to its update. Activations from the start of a forward to the end of its backward;
     where that is split, to the end of I, and from there to the end of W what W needs. With
-    recomputation only the stage's input until the backward starts. Buffers: an input that has
+    recomputation only the stage's input until the backward starts. What is offloaded, to the end of
+    that, and from the start of its reload. Buffers: an input that has
     arrived and waits. Nothing for temporary values (such as the gradient that a backward works on)
     or fragmentation.
 
@@ -206,9 +207,14 @@ def _activations(s: Schedule, costs: Costs, moments: _Moments) -> Held:
         last = whole if split is None else at[stage, Kind.W, k]
         share = s.share(k)
         size, since = share * activations[stage], starts[i]
-        if recomputed[k] and backward > i:
+        again = recomputed[k] and backward > i
+        kept = min(share * boundary[stage], size) if again else size
+        if (gone := at.get((stage, Kind.OFFLOAD, k))) is not None:
+            yield "activations", stage, kept, since, ends[gone]
+            since = starts[at[stage, Kind.RELOAD, k]]
+        if again:
+            yield "activations", stage, kept, since, starts[backward]
             since = starts[backward]
-            yield "activations", stage, min(share * boundary[stage], size), starts[i], since
         yield "activations", stage, size, since, ends[last]
         if split is not None:
             yield "activations", stage, share * for_weights[stage] - size, ends[split], ends[last]
@@ -254,6 +260,8 @@ def changes(costs: Costs, placement: Sequence[int]) -> Changes:
         Kind.B: [-x for x in whole],
         Kind.I: [*map(sub, late, whole)],
         Kind.W: [-w for w in late],
+        Kind.OFFLOAD: [-x for x in whole],
+        Kind.RELOAD: whole,
     }
 
 
@@ -282,7 +290,7 @@ def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
         for kind, of_stages in changes(costs, schedule.placement).items()
     }
     peaks = []
-    for row in schedule.rows:
+    for row in schedule.as_held:
         steps = (
             change[a.kind][a.stage] * schedule.share(a.microbatch) for a in row if a.kind in change
         )

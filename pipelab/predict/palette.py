@@ -26,6 +26,8 @@ KINDS = dict.fromkeys(Kind, PINK) | {  # the others are transfers
     Kind.I: VIOLET,
     Kind.W: ORANGE,
     Kind.U: GREY,
+    Kind.OFFLOAD: SKY,
+    Kind.RELOAD: YELLOW,
 }
 NAMES = WORDS | {Kind.SEND_F: "transfer"}
 MEMORY_CAUSES = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipelab.predict.costs import PASSES, Costs
 from pipelab.predict.timeline import Timeline
-from pipelab.table.action import Kind
+from pipelab.table.action import HOST, Kind
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import check_deadlock, check_static, check_type
 
@@ -81,10 +81,13 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
     """Seconds of every action, flat over the table."""
     link = costs.links(schedule.stages)
     forth, back = [*link, 0.0], [0.0, *link]  # of a stage: to the next one, and to the one before
-    transfers = {Kind.SEND_F: forth, Kind.RECV_B: forth, Kind.RECV_F: back, Kind.SEND_B: back}
+    moves = {Kind.SEND_F: forth, Kind.RECV_B: forth, Kind.RECV_F: back, Kind.SEND_B: back}
+    kept, inputs = (costs.of(name, schedule.stages) for name in ("activations", "boundary"))
     once, again = (
-        compute_seconds(costs, schedule.placement, recomputed) | transfers
-        for recomputed in (False, True)
+        compute_seconds(costs, schedule.placement, recomputed)
+        | moves
+        | {kind: [size / costs.host for size in sizes] for kind in HOST}
+        for recomputed, sizes in ((False, kept), (True, [*map(min, inputs, kept)]))
     )
     recomputed = costs.recomputed(schedule.total, schedule.microbatches)
     seconds = [
@@ -94,13 +97,15 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
     if schedule.slices:
         of_slices, n = costs.of_slices(schedule), schedule.per_sequence
         for i, (_, kind, number) in enumerate(schedule.actions):
-            if kind is not Kind.U:  # a transfer takes its share of the bytes
+            if kind is not Kind.U:  # a transfer or a copy takes its share of the bytes
                 share = of_slices if kind < Kind.U else schedule.slices
                 seconds[i] *= share[number % n]
     if schedule.joined:
         saved = _saved(costs, schedule.placement)
         for i in schedule.joined:
             f, b = schedule.actions[i - 1 : i + 1]
+            if b.kind in HOST:  # each takes its own time
+                continue
             both = seconds[i - 1] + seconds[i] - (saved[f.stage] + saved[b.stage]) / 2
             seconds[i - 1] = seconds[i] = both
     return seconds

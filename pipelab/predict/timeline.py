@@ -73,6 +73,12 @@ class Timeline:
         size = {Kind.U: s.per_update}  # micro-batches of a number
         return [a.microbatch * size.get(a.kind, 1) // s.microbatches for a in s.actions]
 
+    @cached_property
+    def before(self) -> list[int | None]:
+        """`Schedule.before`; of two that overlap, the one that ended later."""
+        joined, end = self.schedule.joined, self.end
+        return [i - 1 if i in joined and end[i - 1] > end[i] else i for i in self.schedule.before]
+
     # ---- measures
 
     @cached_property
@@ -195,7 +201,7 @@ class Timeline:
         for i in s.joined:  # two that overlap wait for both inputs
             fed[i - 1] = fed[i] = max(arrivals[i - 1 : i + 1])
         for span, source, before, arrived, arrival in zip(
-            self.spans, s.inputs, s.before, arrivals, fed, strict=True
+            self.spans, s.inputs, self.before, arrivals, fed, strict=True
         ):
             free = begin if before is None else self.end[before]
             delay = 0.0 if source is None else arrived - self.end[source]
@@ -225,7 +231,7 @@ class Timeline:
         path = [self.end.index(max(self.end))]
         while True:
             i = path[-1]
-            source, before = self.schedule.inputs[i], self.schedule.before[i]
+            source, before = self.schedule.inputs[i], self.before[i]
             if before is not None and (source is None or self.end[before] >= arrival[i]):
                 path.append(before)
             elif source is not None:

@@ -161,7 +161,7 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
     Activations between the two as the most that was held; an input from its arrival to its action's
     start as a buffer.
     """
-    first, bounds = min(timeline.start), timeline.schedule.bounds
+    first, bounds, joined = min(timeline.start), timeline.schedule.bounds, timeline.schedule.joined
     steps: list[MemoryStep] = []
     causes = (*Bytes._fields, "activations")
     for d, record in enumerate(records):
@@ -175,13 +175,20 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
                 arrives, starts = order_of(n, ARRIVES), order_of(n, STARTS)
                 steps.append(MemoryStep(d, span.arrived, arrives, "buffers", size))
                 steps.append(MemoryStep(d, span.start, starts, "buffers", -size))
-            # [2] all else: the most of the action from its start, what is left from its end
+            # [2] all else: the most of the action from its start, what is left from its end; of two
+            # that overlap, at the second, which notes it of both
+            i = bounds[d] + n
+            if i + 1 in joined:
+                continue
+            start, end = span.start, span.end
+            if i in joined:
+                start, end = min(start, timeline.start[i - 1]), max(end, timeline.end[i - 1])
             after = [*record.kept[n], record.held[n]]
             most = [*map(max, levels, after)]
             most[-1] = record.most[n]
             holds, ends = order_of(n, HOLDS), order_of(n, ENDS)
             for cause, before, top, left in zip(causes, levels, most, after, strict=True):
-                steps.append(MemoryStep(d, span.start, holds, cause, top - before))
-                steps.append(MemoryStep(d, span.end, ends, cause, left - top))
+                steps.append(MemoryStep(d, start, holds, cause, top - before))
+                steps.append(MemoryStep(d, end, ends, cause, left - top))
             levels = after
     return Memory(timeline.schedule.devices, steps, "measured")

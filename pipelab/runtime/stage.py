@@ -42,6 +42,10 @@ class Device:
         result = work()
         return lambda: result
 
+    def copying(self) -> AbstractContextManager:
+        """The context of a copy to or from the host, beside what the device computes."""
+        return nullcontext()
+
     def finish(self) -> None:
         """Wait for all work so far."""
 
@@ -117,6 +121,14 @@ class Stage(Protocol):
     def weight_grad(self, microbatch: int, received: Any) -> Any: ...
 
     def update(self, number: int, received: Any = None) -> None: ...
+
+    def offload(self, microbatch: int) -> None:
+        """Move what its forward keeps to the host's memory; `reload` moves it back."""
+
+        return None
+
+    def reload(self, microbatch: int) -> None:
+        return None
 
     def held(self) -> Bytes:
         """The memory kept now."""

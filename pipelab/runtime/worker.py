@@ -8,7 +8,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from pipelab.runtime.orders import NO_BYTES, Bytes, Order, Outcome, Record, Update
 from pipelab.runtime.stage import Device, Stage
 from pipelab.runtime.transport import Aborted, Message, Transport
-from pipelab.table.action import Action, Kind
+from pipelab.table.action import HOST, Action, Kind
 from pipelab.table.schedule import Schedule
 
 
@@ -207,12 +207,12 @@ class Worker:
         due = self.began + self.clock - time.perf_counter() if self.paces else 0
         self.transport.sleep(due)
         ledger.most = ledger.held
-        *first, last = (
+        work = [
             partial(self._compute, each, received)
             for each, (received, _) in zip(actions, inputs, strict=True)
-        )
-        outcomes = self._together(first, last, len({each.stage for each in actions}) > 1)
-        self.record.late += self._take_time(i)
+        ]
+        outcomes = self._together(actions, work)
+        self.record.late += self._take_time(i, len(actions))
         for each, (received, arrived), (output, start, end) in zip(
             actions, inputs, outcomes, strict=True
         ):
@@ -231,26 +231,26 @@ class Worker:
                 self._note(each, received, arrived, start, end)
         return True
 
-    def _together(
-        self, first: Sequence[Callable[[], Any]], last: Callable[[], Any], apart: bool
-    ) -> list[Any]:
+    def _together(self, actions: Sequence[Action], work: Sequence[Callable[[], Any]]) -> list[Any]:
         """The outcomes of work that overlaps; of one stage, whose module two threads must not use,
-        one after the other."""
-        if not apart:
-            return [compute() for compute in (*first, last)]
-        waiting = [self.device.beside(compute) for compute in first]
+        one after the other. A copy uses none; a GPU is asked for it first."""
+        copies = actions[-1].kind in HOST
+        if not copies and len({each.stage for each in actions}) == 1:
+            return [compute() for compute in work]
+        wait = self.device.beside(work[-copies])
         try:
-            done = last()
+            done = [compute() for compute in (work[:-1] if copies else work[1:])]
         finally:  # nothing goes on behind an error
-            others = [wait() for wait in waiting]
-        return [*others, done]
+            other = wait()
+        return [*done, other] if copies else [other, *done]
 
     def _compute(self, action: Action, received: Any) -> tuple[Any, Any, Any]:
         """The output of an action, and marks of its start and end."""
-        start = self.device.now()
-        with self._failing(action, received):
-            output = _carried_out(action, self.stages[action.stage], received)
-        return output, start, self.device.now()
+        with self.device.copying() if action.kind in HOST else nullcontext():
+            start = self.device.now()
+            with self._failing(action, received):
+                output = _carried_out(action, self.stages[action.stage], received)
+            return output, start, self.device.now()
 
     def _note(self, action: Action, received: Any, arrived: float, start: Any, end: Any) -> None:
         record, ledger, stage = self.record, self.device.ledger, self.stages[action.stage]
@@ -365,11 +365,11 @@ class Worker:
 
     # ---- pacing
 
-    def _take_time(self, i: int) -> bool:
-        """Wait until action i is due to end; whether it ended too late."""
+    def _take_time(self, i: int, count: int) -> bool:
+        """Wait until action i, or so many that overlap, are due to end; whether they were late."""
         if not self.paces:
             return False
-        duration, _ = self.paces[i]
+        duration = max(seconds for seconds, _ in self.paces[i : i + count])
         self.device.finish()
         # A GPU's work is only queued when a call returns, so it was waited for.
         done, due = time.perf_counter() - self.began, self.clock + duration
@@ -394,6 +394,10 @@ def _carried_out(action: Action, stage: Stage, received: Any) -> Any:
             return stage.weight_grad(number, received)
         case Kind.U:
             return stage.update(number, received)
+        case Kind.OFFLOAD:
+            return stage.offload(number)
+        case Kind.RELOAD:
+            return stage.reload(number)
 
 
 def _sum(all_bytes: Iterable[Bytes]) -> Bytes:

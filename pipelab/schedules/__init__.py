@@ -26,6 +26,7 @@ from pipelab.schedules.names import other_name
 from pipelab.schedules.pipedream import pipedream
 from pipelab.schedules.pipedream_2bw import pipedream_2bw
 from pipelab.schedules.pipedream_flush import pipedream_flush
+from pipelab.schedules.pipeoffload import pipeoffload
 from pipelab.schedules.seq1f1b import seq1f1b
 from pipelab.schedules.terapipe import terapipe
 from pipelab.schedules.v_half import v_half
@@ -49,6 +50,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
         pipedream,
         pipedream_2bw,
         pipedream_flush,
+        pipeoffload,
         seq1f1b,
         terapipe,
         v_half,

@@ -16,10 +16,12 @@ class Kind(IntEnum):
     I = 2  # input gradient alone  # noqa: E741
     W = 3  # weight gradient alone
     U = 4  # optimizer update; its number stands where the micro-batch would
-    SEND_F = 5  # a stage's output, to the next stage
-    RECV_F = 6
-    SEND_B = 7  # a stage's input gradient, to the stage before
-    RECV_B = 8
+    OFFLOAD = 5  # what a forward keeps, to the host's memory
+    RELOAD = 6  # and back, for its backward
+    SEND_F = 7  # a stage's output, to the next stage
+    RECV_F = 8
+    SEND_B = 9  # a stage's input gradient, to the stage before
+    RECV_B = 10
 
 
 WORDS = {
@@ -28,8 +30,11 @@ WORDS = {
     Kind.I: "input gradient",
     Kind.W: "weight gradient",
     Kind.U: "update",
+    Kind.OFFLOAD: "offload",
+    Kind.RELOAD: "reload",
 }
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
+HOST = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # below a billion
 _TEXT = re.compile(f"{_NUMBER}({'|'.join(Kind.__members__)}){_NUMBER}")
 # Two actions in one cell, ours and torch's; and what in torch's tables is no action of ours.

@@ -3,6 +3,7 @@
 from pipelab.table.text import draw_grid, parse_table, write_csv, write_grid, write_torch_csv
 from pipelab.table.transform import (
     forward_only,
+    offload,
     overlap,
     part,
     with_transfers,
@@ -26,6 +27,7 @@ class Schedule(VersionedTable):
     # Other tables made of this one.
     part = part
     forward_only = forward_only
+    offload = offload
     overlap = overlap
     with_transfers = with_transfers
     without_transfers = without_transfers

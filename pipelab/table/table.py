@@ -14,11 +14,11 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-from pipelab.table.action import Action, Kind, Reads, ScheduleError, check_counts
+from pipelab.table.action import HOST, Action, Kind, Reads, ScheduleError, check_counts
 from pipelab.table.placement import check_placement
 from pipelab.table.timing import Span, Walk, earliest
 
-TRAINING = frozenset({Kind.B, Kind.I, Kind.W, Kind.U})
+TRAINING = frozenset({Kind.B, Kind.I, Kind.W, Kind.U}) | HOST
 GRADIENTS = ((0, Kind.RECV_B), (1, Kind.B), (1, Kind.I))
 # Whose output an action takes, the first that the table has: (stages further on, kind).
 SOURCES: dict[Kind, tuple[tuple[int, Kind], ...]] = dict.fromkeys(Kind, ()) | {
@@ -45,7 +45,8 @@ class Table:
                    both gradients; a micro-batch takes the stages of one copy
     slices         the lengths of a sequence's slices, as shares of it; nothing if sequences stay
                    whole. With slices, `microbatches` and numbers count these
-    overlapped     backwards that overlap with the forward before them in their row (0F3+2B1)
+    overlapped     actions that overlap with the one before in their row: a backward with a forward
+                   (0F3+2B1), or a copy to or from the host with what computes (0F3+0OFFLOAD2)
     versions_read  only of a `part` whose forwards reach back before it: as `Schedule.versions`
 
     The constructor checks types, ranges and placement; `pipelab.validate` checks that the table is
@@ -136,10 +137,12 @@ class Table:
         before = {other: one for one, other in pairs if other in self.overlapped}
         for action in sorted(self.overlapped):
             one = before.get(action)
-            if one is None or (one.kind, action.kind) != (Kind.F, Kind.B):
+            computes = one is not None and one.kind < Kind.U and one not in self.overlapped
+            pair = one and (one.kind, action.kind) == (Kind.F, Kind.B)
+            if not (pair or (computes and action.kind in HOST)):
                 raise ScheduleError(
-                    f"{action} overlaps with {one or 'nothing'} before it: put a forward there, "
-                    "and overlap a backward B with it"
+                    f"{action} overlaps with {one or 'nothing'} before it: overlap a backward B "
+                    "with a forward, or an offload or a reload with one action that computes"
                 )
 
     # ---- sizes
@@ -268,6 +271,17 @@ class Table:
         firsts, joined = set(self.bounds), self.joined
         lasts = (i - 2 if i in joined else i - 1 for i in range(self.bounds[-1]))
         return [None if i - (i in joined) in firsts else last for i, last in enumerate(lasts)]
+
+    @cached_property
+    def as_held(self) -> list[list[Action]]:
+        """Rows in which a reload stands before what it overlaps with: its memory is taken as both
+        start, while what the other gives back goes at its end."""
+        rows = [[*row] for row in self.rows]
+        for i in self.joined:
+            if self.actions[i].kind is Kind.RELOAD:
+                row, k = rows[self.device_of[i]], i - self.bounds[self.device_of[i]]
+                row[k - 1 : k + 1] = row[k], row[k - 1]
+        return rows
 
     @cached_property
     def needs(self) -> list[int | None]:

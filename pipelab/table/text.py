@@ -87,6 +87,11 @@ def write_torch_csv(table: VersionedTable) -> str:
         )
     if table.slices:
         raise ScheduleError(f"{table.name} has slices of sequences, and torch's tables do not")
+    if Kind.OFFLOAD in table.kinds:
+        raise ScheduleError(
+            f"{table.name} offloads activations, and torch's tables do not: export the schedule "
+            "that it was made of"
+        )
     if table.batches > 1:
         raise ScheduleError(
             f"torch's tables hold one batch, this one has {table.batches}: build it with batches=1"

@@ -43,7 +43,7 @@ def earliest(
 
     All arguments are flat over the table, rows from bounds[d] to bounds[d + 1]. Action i needs what
     needs[i] makes, if any, delay[i] after its end. Two that need each other start together.
-    A joined one starts and ends with the one before it.
+    A joined one starts with the one before it, and the row goes on when both have ended.
     """
     start, end = [0.0] * len(needs), [-1.0] * len(needs)  # an end below 0: it has not run
     waiter: dict[int, int] = {}  # action -> the device that waits for it; an output has one taker
@@ -81,11 +81,9 @@ def earliest(
                     break
                 now = max(now, end[source] + delay[i + 1])
             # [6] The action runs, and wakes the row that waits for its output.
-            if joined and i in joined:
-                start[i], end[i] = start[i - 1], end[i - 1]
-            else:
-                start[i] = now
-                end[i] = now = now + duration[i]
+            start[i] = start[i - 1] if joined and i in joined else now
+            end[i] = start[i] + duration[i]
+            now = max(now, end[i])
             if i in waiter:
                 ready.append(waiter[i])
             i += 1

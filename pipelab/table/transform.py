@@ -1,10 +1,11 @@
 """Tables made of a table: fewer or more batches, forwards alone, transfers written out or not."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
-from pipelab.table.action import COMPUTE, Action, Kind, Reads, ScheduleError
+from pipelab.table.action import Action, Kind, Reads, ScheduleError
 from pipelab.table.versions import VersionedTable
 
 AnyTable = TypeVar("AnyTable", bound=VersionedTable)
@@ -110,6 +111,74 @@ def overlap(table: AnyTable) -> AnyTable:
     return replace(table, overlapped=found)
 
 
+def offload(table: AnyTable, stages: Collection[int] | None = None) -> AnyTable:
+    """The same table, in which activations wait for their backwards in the host's memory.
+
+    What a forward keeps goes there beside the first action behind it, and comes back beside the
+    last one before its backward; an action has one copy beside it at most. Where the row waits for
+    a gradient anyway, the copy back stands alone. What would not be away for a whole action stays.
+    (PipeOffload, arXiv 2503.01328, section 4.)
+
+    stages  whose activations go (default: all)
+    """
+    start, end, _ = table.unit_times()
+    rows, overlapped = [], set(table.overlapped)
+    for row, first in zip(table.rows, table.bounds, strict=False):
+        waits = {i for i in range(1, len(row)) if start[first + i] > end[first + i - 1]}
+        ends = {i for i, a in enumerate(row) if stages is None or a.stage in stages}
+        alone, beside = _copies(row, overlapped, ends, waits)
+        rows.append(
+            [
+                cell
+                for i, action in enumerate(row)
+                for cell in (*alone.get(i, ()), action, *beside.get(i, ()))
+            ]
+        )
+        overlapped.update(*beside.values())
+    return replace(table, rows=rows, overlapped=frozenset(overlapped))
+
+
+Copies = dict[int, tuple[Action]]  # by the place in a row
+
+
+def _copies(
+    row: Sequence[Action], overlapped: set[Action], ends: set[int], waits: set[int]
+) -> tuple[Copies, Copies]:
+    """The reloads that stand alone before an action, and the copies beside one.
+
+    ends   where an action may end what is offloaded, if it is a backward
+    waits  where the row waits before an action
+    """
+    at = {action: i for i, action in enumerate(row)}
+    free = {
+        i
+        for i, action in enumerate(row)
+        if action.kind < Kind.U and overlapped.isdisjoint(row[i : i + 2])
+    }
+    back: dict[Action, int] = {}
+    # [1] The way back, as late as it can be; where it waits, before the backward itself.
+    for i in sorted(ends, reverse=True):
+        forward = row[i]._replace(kind=Kind.F)
+        if row[i].kind in (Kind.B, Kind.I):
+            places = (j for j in range(i - 1, at[forward], -1) if j in free)
+            place = i if i in waits else next(places, None)
+            if place is not None:
+                back[forward] = place
+                free -= {place} - {i}
+    # [2] The way there, as early as it can be; who has none stays.
+    alone: Copies = {}
+    beside: Copies = {}
+    for forward in sorted(back, key=at.__getitem__):
+        place = back[forward]
+        there = next((j for j in range(at[forward] + 1, place - 1) if j in free), None)
+        if there is not None:
+            free.remove(there)
+            beside[there] = (forward._replace(kind=Kind.OFFLOAD),)
+            own = row[place]._replace(kind=Kind.F) == forward
+            (alone if own else beside)[place] = (forward._replace(kind=Kind.RELOAD),)
+    return alone, beside
+
+
 def forward_only(table: AnyTable) -> AnyTable:
     """The table with nothing but its forwards: what evaluation runs."""
     kept = (Kind.F, Kind.SEND_F, Kind.RECV_F)
@@ -157,4 +226,4 @@ def with_transfers(table: AnyTable) -> AnyTable:
 
 def without_transfers(table: AnyTable) -> AnyTable:
     """The same table without SEND and RECV: they follow from the placement."""
-    return replace(table, rows=[[a for a in row if a.kind in COMPUTE] for row in table.rows])
+    return replace(table, rows=[[a for a in row if a.kind < Kind.SEND_F] for row in table.rows])

@@ -85,9 +85,11 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _required(schedule: Schedule) -> Iterator[tuple[int, Kind, int]]:
-    """The actions of a complete table; a backward is B, or where it stands split, I and W."""
+    """The actions of a complete table; a backward is B, or where it stands split, I and W. What is
+    offloaded is reloaded."""
     at, home, training = schedule.position, schedule.placement, schedule.training
-    f, b, i, w, u, send_f, recv_f, send_b, recv_b = Kind
+    f, b, i, w, u, offload, reload, send_f, recv_f, send_b, recv_b = Kind
+    offloads = offload in schedule.kinds or reload in schedule.kinds
     taken: list[list[int]] = [[] for _ in range(schedule.copies)]
     for k, copy in enumerate(schedule.copy_of):
         taken[copy].append(k)
@@ -101,6 +103,8 @@ def _required(schedule: Schedule) -> Iterator[tuple[int, Kind, int]]:
                 yield stage, w, k
             elif training:
                 yield stage, b, k
+            if offloads and ((stage, offload, k) in at or (stage, reload, k) in at):
+                yield from ((stage, offload, k), (stage, reload, k))
         if training:
             yield from ((stage, u, number) for number in range(schedule.updates))
     if schedule.has_transfers:
@@ -115,8 +119,10 @@ def _required(schedule: Schedule) -> Iterator[tuple[int, Kind, int]]:
 # What stands before an action in its row: the same stage's and micro-batch's.
 EARLIER = {
     Kind.F: (Kind.RECV_F,),
-    Kind.B: (Kind.F, Kind.RECV_B),
-    Kind.I: (Kind.F, Kind.RECV_B),
+    Kind.B: (Kind.F, Kind.RECV_B, Kind.RELOAD),
+    Kind.I: (Kind.F, Kind.RECV_B, Kind.RELOAD),
+    Kind.OFFLOAD: (Kind.F,),
+    Kind.RELOAD: (Kind.OFFLOAD,),
     Kind.W: (Kind.I,),
     Kind.SEND_F: (Kind.F,),
     Kind.SEND_B: (Kind.B, Kind.I),

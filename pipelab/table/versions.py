@@ -122,8 +122,9 @@ class VersionedTable(Table):
 
     @cached_property
     def peak_in_flight(self) -> list[int]:
-        """Per device, the most micro-batches (chunk activations) held for backwards at once."""
-        change = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+        """Per device, the most micro-batches (chunk activations) held for backwards at once; not
+        those that the host holds."""
+        change = {Kind.F: 1, Kind.B: -1, Kind.W: -1, Kind.OFFLOAD: -1, Kind.RELOAD: 1}
         return [
-            max(accumulate((change.get(a.kind, 0) for a in row), initial=0)) for row in self.rows
+            max(accumulate((change.get(a.kind, 0) for a in row), initial=0)) for row in self.as_held
         ]

@@ -9,7 +9,7 @@ from typing import Any
 from pipelab.predict import palette
 from pipelab.predict.memory import MEMORY_CAUSES, Memory
 from pipelab.predict.timeline import Timeline, scale_of
-from pipelab.table.action import COMPUTE, Kind
+from pipelab.table.action import COMPUTE, HOST, Kind
 from pipelab.widgets import SHARES
 
 Shown = tuple[
@@ -26,7 +26,7 @@ HINTS = {
     "weight versions": "the most versions of a stage's weights kept at one time, by device",
     "peak memory": "the most bytes held at one time, on the fullest device",
 }
-KINDS = sorted(COMPUTE)
+KINDS = sorted(COMPUTE | HOST)
 COLUMNS = [
     *("start", "end", "there", "stage", "kind", "microbatch", "version", "colour"),
     *("source", "taker", "cause"),
@@ -70,7 +70,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     s, chunks = t.schedule, palette.chunks_of([t])
     rounding = 1e-9 * t.makespan
     source, taker, before = (
-        [-1 if i is None else i for i in around] for around in (s.inputs, s.takers, s.before)
+        [-1 if i is None else i for i in around] for around in (s.inputs, s.takers, t.before)
     )
     there, cause, devices = t.input_arrival(), [], s.devices
     for made, last, arrived in zip(source, before, there, strict=True):

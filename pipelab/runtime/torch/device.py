@@ -60,6 +60,13 @@ class CpuDevice(Device):
             self._second = ThreadPoolExecutor(1)
         return self._second.submit(inside).result
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy in the host's memory, inside `copying`."""
+        return tensor.clone()
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
     def give(self, payload: Any) -> Any:
         """With the CUDA event (or None) after which the payload is there."""
         return payload, None
@@ -120,11 +127,10 @@ class CudaDevice(CpuDevice):
     other: a forward on another stream would write into memory that a backward still reads.
     """
 
-    beside = Device.beside
-
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         super().__init__(device)
-        self.stream = stream
+        self.stream, self.computing = stream, stream
+        self.copies = torch.cuda.Stream(device)
 
     def begin(self, began: float) -> None:
         # Weights and data were put there on the caller's stream.
@@ -150,6 +156,37 @@ class CudaDevice(CpuDevice):
 
     def now(self) -> Any:
         return self.stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        result = work()
+
+        def wait() -> Any:
+            self.stream.wait_stream(self.copies)
+            return result
+
+        return wait
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        # A stream of its own, which marks of time are then of, too.
+        self.copies.wait_stream(self.stream)
+        self.stream = self.copies
+        try:
+            with torch.cuda.stream(self.copies):
+                yield
+        finally:
+            self.stream = self.computing
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self.copies)
+        return host
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        back = tensor.to(self.device, non_blocking=True)
+        back.record_stream(self.computing)
+        return back
 
     def finish(self) -> None:
         self.stream.synchronize()

@@ -16,6 +16,7 @@ from pipelab.runtime.batches import check_leaves
 from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.torch.device import CpuDevice, whole_backward
 from pipelab.runtime.torch.ledger import Saved, remaining, storages
+from pipelab.runtime.torch.offload import Offloaded
 from pipelab.runtime.torch.split_backward import Halves
 from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
 from pipelab.runtime.torch.weights import VersionedStage
@@ -85,6 +86,19 @@ class TorchStage(VersionedStage):
         sent = self._sent(output)
         aliases = [] if self.last or isinstance(output, Tensor) else _aliases(output)
         return Aliased(sent, aliases) if aliases else sent
+
+    def offload(self, microbatch: int) -> None:
+        kept, ledger, key = self._kept[microbatch], self.device.ledger, self.key(microbatch)
+        found = [saved for each in kept.saved if (saved := each()) is not None]
+        # The first stage's input is the data, which stays.
+        inputs = [] if self.first else [t for t in pytree.tree_leaves(kept.x) if t is not None]
+        self._away[microbatch] = Offloaded(found, inputs, self.device)
+        ledger.drop(key)
+        ledger.hold_tensors(key, self._away[microbatch].left)
+
+    def reload(self, microbatch: int) -> None:
+        back = self._away.pop(microbatch).reload(self.device)
+        self.device.ledger.hold_tensors(self.key(microbatch), back)
 
     # ---- pieces of forwards and backwards
 

@@ -13,6 +13,7 @@ from pipelab.runtime.orders import Bytes, Order, Update
 from pipelab.runtime.stage import CountingStage
 from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.ledger import storages
+from pipelab.runtime.torch.offload import Offloaded
 from pipelab.runtime.torch.state import (
     TREES,
     StageState,
@@ -77,6 +78,7 @@ class VersionedStage(CountingStage):
         self.module, self.ties, self.copies = module, ties, copies
         self.slices = slices
         self._past: dict[int, Any] = {}  # by slice, what its forward has left for the next one
+        self._away: dict[int, Offloaded] = {}  # by micro-batch
         self._owed: dict[int, list[Tensor | None]] = {}  # by slice, the gradients of that
         self.draws = {True: True} if draws else {}
         self.total: dict[str, Tensor] = {}

@@ -1,0 +1,63 @@
+"""What a forward keeps for its backward, in the host's memory for a while."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pipelab.runtime.torch.device import CpuDevice
+from pipelab.runtime.torch.ledger import Saved
+
+
+class Offloaded:
+    """Tensors on the host: those that autograd saved, and leaves of the input.
+
+    left  those that stay on the device: weights, and what is no plain dense tensor
+
+    Their memory moves as a whole, so that views of it are views of it again. Where another stage
+    still has it, it stays alive there; here only the copy counts.
+    """
+
+    def __init__(self, saved: Iterable[Saved], inputs: Iterable[Tensor], device: CpuDevice) -> None:
+        self.left: list[Tensor] = []
+        self._blocks: dict[int, Tensor] = {}  # by the address that it had
+        self._moved: list[tuple[Saved | Tensor, int, Tensor]] = []  # the last: a view on the host
+        found: list[tuple[Saved | Tensor, Tensor]] = [(x, x.detach()) for x in inputs]
+        found += [(each, each.unpack()) for each in saved if each.tensor is not None]
+        for owner, tensor in found:
+            if not _plain(tensor) or device.ledger.ignores(tensor):
+                self.left.append(tensor)
+                continue
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in self._blocks:
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                self._blocks[address] = device.to_host(whole)
+            self._moved.append((owner, address, _view(tensor, self._blocks[address])))
+        for owner, _, on_host in self._moved:
+            _give(owner, on_host if isinstance(owner, Saved) else owner.new_empty(0))
+
+    def reload(self, device: CpuDevice) -> list[Tensor]:
+        """Put them back; returns all of them, with those that were left."""
+        blocks = {address: device.from_host(block) for address, block in self._blocks.items()}
+        for owner, address, on_host in self._moved:
+            _give(owner, _view(on_host, blocks[address]))
+        return [*self.left, *blocks.values()]
+
+
+def _plain(tensor: Tensor) -> bool:
+    odd = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not odd
+
+
+def _view(like: Tensor, memory: Tensor) -> Tensor:
+    """The same view of other memory, given as its bytes."""
+    empty = torch.empty(0, dtype=like.dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+
+
+def _give(owner: Saved | Tensor, tensor: Tensor) -> None:
+    if isinstance(owner, Saved):
+        owner.tensor, owner.version = tensor, tensor._version
+    else:
+        owner.data = tensor
