@@ -15,7 +15,7 @@ from pipelab import SCHEDULES, Costs, Reads, Schedule, make
 from pipelab.cli.files import read_csv
 from pipelab.optimize.cut import METHODS
 from pipelab.optimize.cut.profiles import MOST_LAYERS
-from pipelab.predict.costs import Recompute, Values
+from pipelab.predict.costs import Recompute, Recomputed, Values, recompute_of
 
 
 def number_option(
@@ -109,7 +109,12 @@ NAMES = f"{', '.join(sorted(SCHEDULES))}, or a CSV file"
 READ = ConstructorRegistry()
 COST = number_option(one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
 WORDS = "|".join(mode.value for mode in Recompute)
-RECOMPUTE = number_option(Recompute, lambda mode: True, WORDS, WORDS)
+RECOMPUTE = number_option(
+    lambda text: recompute_of(whole_numbers(text) if text[:1].isdigit() else text),
+    lambda mode: True,
+    f"{WORDS}, or micro-batches of a batch such as 0,1",
+    f"{WORDS}|N,...",
+)
 
 
 @READ.primitive_rule
@@ -117,7 +122,7 @@ def reading(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """The reading of a cost or of `Recompute`; None: tyro's own."""
     if info.type in (Values, Values | None):
         return COST
-    return RECOMPUTE if info.type in (Recompute, Recompute | str) else None
+    return RECOMPUTE if info.type in (Recompute, Recomputed) else None
 
 
 def require(values: Mapping[str, Any], what: str, instead: str) -> None:
@@ -138,6 +143,9 @@ class TableOptions:
         batches: one after another
         memory: micro-batches whose activations fit on a device (zb, zb_v)
         longest: micro-batches of a round at most, if more than p (interleaved)
+        slices: of a sequence (seq1f1b, terapipe)
+        overlap: every forward with the backward right behind it
+        offload: activations wait in the host's memory
         reads: which weight version a forward reads
     """
 
@@ -148,19 +156,29 @@ class TableOptions:
     batches: Count = 1
     memory: Positive = None
     longest: Count = 1
+    slices: Count = None
+    overlap: bool = False
+    offload: bool = False
     reads: Literal["latest", "first", "previous"] | None = None
 
     def make(self, costs: Costs | None = None) -> Schedule:
         """The table; `costs` for a schedule that is made for them."""
-        sizes = {key: value for key, value in vars(self).items() if value not in (None, 1)}
+        options = dict(vars(self))
+        made = options.pop("overlap"), options.pop("offload")
+        sizes = {key: value for key, value in options.items() if value not in (None, 1)}
         name = sizes.pop("name")
         if name.endswith(".csv") or (name not in SCHEDULES and Path(name).is_file()):
             if sizes:
                 raise ValueError(f"{name} has its own sizes: leave out --{' --'.join(sizes)}")
-            return read_csv(name)
+            return _changed(read_csv(name), *made)
         if name not in SCHEDULES:
             make(name, 1, 1)  # raises, with the nearest name
         if self.devices is None or self.microbatches is None:
             raise ValueError(f"{name} needs --devices and --microbatches")
-        options = vars(self) | {"reads": Reads[self.reads.upper()] if self.reads else None}
-        return make(**options, costs=costs)
+        options["reads"] = Reads[self.reads.upper()] if self.reads else None
+        return _changed(make(**options, costs=costs), *made)
+
+
+def _changed(table: Schedule, overlap: bool, offload: bool) -> Schedule:
+    table = table.overlap() if overlap else table
+    return table.offload() if offload else table

@@ -31,6 +31,7 @@ from pipelab.cli.options import (
 )
 from pipelab.cli.report import SIZES, FailedVerdict, as_json, describe, verdict_of
 from pipelab.measure.trace import from_trace
+from pipelab.predict.costs import Recomputed
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def run_command(
     model: Model = "mlp",
     dropout: Rate = 0.0,
     device: Name = None,
-    recompute: Recompute = Recompute.NEVER,
+    recompute: Recomputed = Recompute.NEVER,
     balance: Balance = "uniform",
     seed: Seed = 0,
     json: Json = False,

@@ -26,13 +26,43 @@ class Recompute(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         modes = ", ".join(mode.value for mode in cls)
-        raise CostError(f"recompute={value!r}: use one of {modes}")
+        raise CostError(
+            f"recompute={value!r}: use one of {modes}, or list the micro-batches of a batch"
+        )
 
     def mask(self, total: int, microbatches: int) -> list[bool]:
         """Which of `total` micro-batches are recomputed, `microbatches` to a batch."""
         if self is Recompute.EXCEPT_LAST:
             return [(k + 1) % microbatches > 0 for k in range(total)]
         return [self is Recompute.ALWAYS] * total
+
+
+class Chosen(tuple[int, ...]):
+    """These micro-batches of every batch, by their numbers in it; see `recompute_of`."""
+
+    def mask(self, total: int, microbatches: int) -> list[bool]:
+        """As `Recompute.mask`. CostError for a micro-batch that a batch does not have."""
+        if max(self) >= microbatches:
+            raise CostError(
+                f"recompute={[*self]}: a batch has micro-batches 0 to {microbatches - 1}"
+            )
+        return [k % microbatches in self for k in range(total)]
+
+
+Recomputed = Recompute | str | Sequence[int]
+
+
+def recompute_of(value: Recomputed) -> Recompute | Chosen:
+    """A mode, by its name too; or the micro-batches of a batch whose forwards run again, by number.
+
+    >>> recompute_of([0, 2]).mask(6, 3), recompute_of("except_last").mask(3, 3)
+    ([True, False, True, True, False, True], [True, True, False])
+    """
+    if isinstance(value, str):
+        return Recompute(value)
+    if isinstance(value, Sequence) and all(isinstance(k, int) and k >= 0 for k in value):
+        return Chosen(value) or Recompute.NEVER  # type: ignore[arg-type]
+    return Recompute._missing_(value)
 
 
 class CostError(ValueError):
@@ -81,7 +111,8 @@ class Costs:
             output gradients of the layers (default: as many as `activations`)
         boundary: bytes of a stage's input per micro-batch (stage 0: the data): what is received,
             and what is kept when the forward is recomputed
-        recompute: when the forward runs again before its backward
+        recompute: when the forward runs again before its backward, or of which micro-batches of a
+            batch
         attention: of tables with slices: the share of a sequence's seconds that grows with its
             length squared. Costs are of whole sequences
         together: seconds of a forward and a backward that overlap, both together (default: as long
@@ -102,12 +133,12 @@ class Costs:
     activations: Values = 0.0
     weight_activations: Values | None = None
     boundary: Values = 0.0
-    recompute: Recompute | str = Recompute.NEVER
+    recompute: Recomputed = Recompute.NEVER
     together: Values | None = None
     attention: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recompute", Recompute(self.recompute))
+        object.__setattr__(self, "recompute", recompute_of(self.recompute))
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "recompute" and (value is not None or field.default is not None):
@@ -137,7 +168,7 @@ class Costs:
 
     def recomputed(self, total: int, microbatches: int) -> list[bool]:
         """Which of `total` micro-batches are recomputed, `microbatches` to a batch."""
-        return Recompute(self.recompute).mask(total, microbatches)
+        return recompute_of(self.recompute).mask(total, microbatches)
 
     def links(self, stages: int) -> list[float]:
         """Seconds of each link s -> s + 1 (and back): latency plus boundary / bandwidth."""

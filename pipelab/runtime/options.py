@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipelab.predict.costs import Costs, Recompute
+from pipelab.predict.costs import Chosen, Costs, Recompute
 
 REFERENCES = ("batches", "microbatches")
 
@@ -30,7 +30,7 @@ class Options:
     backend: str | None = None
     devices: Any = None
     replicas: int = 1
-    recompute: Recompute = Recompute.NEVER
+    recompute: Recompute | Chosen = Recompute.NEVER
     clip: float | None = None
     autocast: Any = None
     seed: int | None = None

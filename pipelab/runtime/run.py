@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelab.predict.costs import Costs, Recompute
+from pipelab.predict.costs import Costs, Recomputed, recompute_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.prepare import Segment
 from pipelab.runtime.result import Run
@@ -28,7 +28,7 @@ def run(
     backend: str | None = None,
     devices: str | Sequence[Any] | None = None,
     replicas: int = 1,
-    recompute: Recompute | str = "never",
+    recompute: Recomputed = "never",
     clip: float | None = None,
     autocast: Any = None,
     seed: int | None = None,
@@ -75,7 +75,8 @@ def run(
                jax: such as ["cpu:0", "cpu:1"], or jax.devices(), taken in turn
     replicas   this many pipelines train together, each on its share of every batch; needs a
                schedule with a flush
-    recompute  when a backward first runs its forward again: never, except_last or always
+    recompute  when a backward first runs its forward again: never, except_last or always; or the
+               micro-batches of every batch that do, by number: [0, 1]
     clip       the largest norm of a step's gradient: over all stages for a flush schedule, per
                stage without a flush (2BW, one batch of it too; tables whose updates come before the
                batch's end)
@@ -124,7 +125,7 @@ def run(
         backend=backend,
         devices=devices,
         replicas=replicas,
-        recompute=Recompute(recompute),
+        recompute=recompute_of(recompute),
         clip=clip,
         autocast=autocast,
         seed=seed,

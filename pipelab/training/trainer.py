@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipelab.predict.costs import Recompute
+from pipelab.predict.costs import Recomputed, recompute_of
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.options import Options
@@ -88,7 +88,7 @@ class Trainer(AbstractContextManager):
         backend: str | None = None,
         devices: str | Sequence[Any] | None = None,
         replicas: int = 1,
-        recompute: Recompute | str = "never",
+        recompute: Recomputed = "never",
         clip: float | None = None,
         autocast: Any = None,
         seed: int | None = None,
@@ -108,7 +108,7 @@ class Trainer(AbstractContextManager):
             backend=backend,
             devices=devices,
             replicas=replicas,
-            recompute=Recompute(recompute),
+            recompute=recompute_of(recompute),
             clip=clip,
             autocast=autocast,
             seed=seed,

@@ -5,7 +5,7 @@ const SIZES = { // setting: what the form calls it, and where its slider ends
   batches: ["batches", 8],
 };
 const SECONDS = ["forward", "input_grad", "weight_grad", "update", "transfer"];
-const BYTES = ["weights", "optimizer", "activations", "boundary"];
+const BYTES = ["weights", "optimizer", "activations", "boundary", "host"];
 const LEFT = 62, TOP = 6, AXIS = 22; // pixels
 const SWEEP = 8000, STEP = 600; // milliseconds of a whole play, and between its steps where motion is unwelcome
 const BOTH = -2; // as in drawing.py

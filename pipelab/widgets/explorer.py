@@ -1,5 +1,6 @@
 """The schedule explorer: change a schedule, its sizes and its costs, and see its timeline."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -21,9 +22,9 @@ from pipelab.widgets.drawing import Shown, drawing
 
 SIZES = ("devices", "microbatches", "virtual", "batches")
 SECONDS = (*PASSES, "update", "transfer")
-BYTES = ("weights", "optimizer", "activations", "boundary")
+BYTES = ("weights", "optimizer", "activations", "boundary", "host")
 # Sizes that let every cause of memory be seen.
-COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25)
+COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25, host=1)
 LARGEST = 100_000  # actions; what a browser still draws in about a second
 MOST = 1e15  # seconds or bytes; beyond, sums come near what single precision holds
 made = lru_cache(maxsize=8)(make_for)  # the compared table is kept, and searches
@@ -191,6 +192,6 @@ def _numbers(name: str, text: str) -> Any:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         return text
-    if max(values) > MOST:
+    if MOST < max(values) < math.inf:
         raise CostError(f"{name}={max(values):g}: the explorer draws numbers up to {MOST:g}")
     return values if len(values) > 1 else values[0]

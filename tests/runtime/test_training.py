@@ -153,7 +153,7 @@ def dropping(count=3, rate=0.4):
     return [nn.Sequential(*stage, nn.Dropout(rate)) for stage in stages(count)]
 
 
-@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("recompute", [*Recompute, [0, 2]], ids=str)
 @pytest.mark.parametrize(
     "rule",
     [

@@ -208,7 +208,7 @@ async function show(node, number) {
 
 // What the explorer's page begins with: its address names what differs.
 const PLAIN = { compare: "", virtual: 1, batches: 1, memory: "", recompute: "never", forward: "1", input_grad: "1", weight_grad: "1",
-  update: "0", transfer: "0", weights: "2", optimizer: "4", activations: "1", boundary: "0.25" };
+  update: "0", transfer: "0", weights: "2", optimizer: "4", activations: "1", boundary: "0.25", host: "1" };
 
 const COUNTS = ["devices", "microbatches", "virtual", "batches"]; // numbers; all else is text
 
