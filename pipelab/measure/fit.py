@@ -111,17 +111,16 @@ def _mean_costs(timeline: Timeline, each_link: bool) -> Costs:
     on_way: dict[Any, list[float]] = defaultdict(list)  # by link, and whether it was waited for
     lost_ready: list[float] = []  # before a start whose input was there already
     lost_fed: list[float] = []  # before one that had waited for it
-    crossing = set(s.crossing)
-    pairs = {i for i in s.joined if s.actions[i].kind not in HOST}
+    pairs, crossing = {i for i in s.joined if s.actions[i].kind not in HOST}, set(s.crossing)
     for i, (stage, kind, _) in enumerate(s.actions):
         if not warm[i]:
             continue
         overlaps = i in pairs or i + 1 in pairs
         (paired if overlaps else took)[kind, stage].append(duration[i])
         if i in pairs:
-            start, end = timeline.start[i - 1 : i + 1], timeline.end[i - 1 : i + 1]
+            took_both = max(timeline.end[i - 1 : i + 1]) - min(timeline.start[i - 1 : i + 1])
             for one in (stage, s.actions[i - 1].stage):
-                together[one % s.model_stages].append(max(end) - min(start))
+                together[one % s.model_stages].append(took_both)
         if i in crossing:
             on_way[link[i], fed[i]].append(delay[i])
         # First actions wait for no action, and an update may wait for other stages' gradients:

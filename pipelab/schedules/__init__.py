@@ -23,6 +23,7 @@ from pipelab.schedules.inter_layer import inter_layer
 from pipelab.schedules.interleaved import interleaved
 from pipelab.schedules.looped_bfs import looped_bfs
 from pipelab.schedules.names import other_name
+from pipelab.schedules.overlapped_1f1b import overlapped_1f1b
 from pipelab.schedules.pipedream import pipedream
 from pipelab.schedules.pipedream_2bw import pipedream_2bw
 from pipelab.schedules.pipedream_flush import pipedream_flush
@@ -33,6 +34,7 @@ from pipelab.schedules.v_half import v_half
 from pipelab.schedules.v_min import v_min
 from pipelab.schedules.zb_h1 import zb_h1
 from pipelab.schedules.zb_h2 import zb_h2
+from pipelab.schedules.zb_interleaved import zb_interleaved
 from pipelab.table.action import LARGEST, Reads, ScheduleError, check_counts
 from pipelab.table.schedule import Schedule
 
@@ -47,6 +49,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
         inter_layer,
         interleaved,
         looped_bfs,
+        overlapped_1f1b,
         pipedream,
         pipedream_2bw,
         pipedream_flush,
@@ -57,6 +60,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
         v_min,
         zb_h1,
         zb_h2,
+        zb_interleaved,
     )
 }
 

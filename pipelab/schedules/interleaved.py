@@ -4,6 +4,8 @@
 .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U0 3U0 .       0 and 2, device 1 1 and 3; chunks take turns
 """
 
+from itertools import chain, repeat, zip_longest
+
 from pipelab.schedules.rows import Rows, flush, one_forward_one_backward
 from pipelab.table.action import Action, B, F, ScheduleError, U
 
@@ -26,23 +28,26 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, longest: int 
     >>> interleaved(4, 8, virtual=2).peak_in_flight
     [11, 9, 7, 5]
     """
-    rounds = _rounds(devices, microbatches, longest)
+    rounds = rounds_of(devices, microbatches, longest)
     for device in range(devices):
         if virtual == 1:  # a micro-batch waits for no round
             warmup = devices - device - 1
             yield one_forward_one_backward(device, microbatches, warmup, per_update=microbatches)
         else:
-            yield _row(device, devices, rounds, virtual)
+            # A chunk's first backward comes back after a trip over all later devices and return.
+            warmup = 2 * (devices - device - 1) + (virtual - 1) * len(rounds[0])
+            turns = in_turns(device, devices, rounds, virtual, warmup)
+            yield [*chain(*turns), *map(U, range(device, devices * virtual, devices))]
 
 
 ABSENT = -1  # of the full table's micro-batches one that the batch does not have
 
 
-def _rounds(devices: int, microbatches: int, longest: int) -> list[list[int]]:
+def rounds_of(devices: int, microbatches: int, longest: int = 1) -> list[list[int]]:
     """Rounds of p micro-batches, of which the absent are spread evenly; or with `longest`, of p and
     more, the longer ones first.
 
-    >>> _rounds(4, 6, longest=1), _rounds(4, 9, longest=5)
+    >>> rounds_of(4, 6), rounds_of(4, 9, longest=5)
     ([[0, 1, 2, -1], [3, 4, 5, -1]], [[0, 1, 2, 3, 4], [5, 6, 7, 8]])
     """
     most = longest if longest > 1 else devices
@@ -61,16 +66,12 @@ def _rounds(devices: int, microbatches: int, longest: int) -> list[list[int]]:
     return rounds
 
 
-def _row(device: int, devices: int, rounds: list[list[int]], virtual: int) -> list[Action]:
-    """1F1B over the chunks in turns, without the absent micro-batches."""
+def in_turns(
+    device: int, devices: int, rounds: list[list[int]], virtual: int, warmup: int
+) -> list[list[Action]]:
+    """What 1F1B over the chunks does in each turn, without the absent micro-batches."""
     chunks = range(device, devices * virtual, devices)  # its stages
     forwards = [F(stage, k) for batch in rounds for stage in chunks for k in batch]
     backwards = [B(stage, k) for batch in rounds for stage in reversed(chunks) for k in batch]
-    # A chunk's first backward comes back after a trip over all later devices and return.
-    warmup = 2 * (devices - device - 1) + (virtual - 1) * len(rounds[0])
-    row = []
-    for turn in range(len(forwards) + warmup):
-        row += forwards[turn : turn + 1]
-        if turn >= warmup:
-            row.append(backwards[turn - warmup])
-    return [*(a for a in row if a.microbatch != ABSENT), *map(U, chunks)]
+    turns = zip_longest(forwards, [*repeat(None, warmup), *backwards])
+    return [[a for a in turn if a and a.microbatch != ABSENT] for turn in turns]

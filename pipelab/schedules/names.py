@@ -12,16 +12,15 @@ ALSO_KNOWN_AS = {
     # torch.distributed.pipelining; its others are ours in plain letters
     "1f1b": "pipedream_flush",
     "interleaved1f1b": "interleaved",
-    "interleavedzerobubble": "zb_h1",
+    "interleavedzerobubble": "zb_interleaved",
     "zbvzerobubble": "zb_v",
     # Megatron-LM
     "megatron": "interleaved",
     "virtualpipeline": "interleaved",
     "forwardbackwardpipeliningwithinterleaving": "interleaved",
     "forwardbackwardpipeliningwithoutinterleaving": "pipedream_flush",
-    # DeepSpeed's TrainSchedule; DeepSeek
+    # DeepSpeed's TrainSchedule
     "train": "pipedream_flush",
-    "dualpipe": "dualpipe_v",
     # Alpa, JaxPP, torchgpipe, picotron, ColossalAI, papers
     "1f1boverlapfriendly": "eager_1f1b",
     "std1f1b": "pipedream_flush",
@@ -37,6 +36,8 @@ ALSO_KNOWN_AS = {
     "zb2p": "zb",
     "zbv": "zb_v",
     "naive": "inter_layer",
+    "kimik2": "overlapped_1f1b",
+    "slimpipe": "seq1f1b",
 }
 NOTES = {
     **dict.fromkeys(
@@ -44,8 +45,7 @@ NOTES = {
         "That class runs any table: give a CSV file",
     ),
     "inference": "Every schedule's forwards run alone by pipelab.evaluate",
-    "interleavedzerobubble": "The nearest: it has one stage a device",
-    "dualpipe": "The nearest: DualPipe holds every stage twice",
+    "slimpipe": "Its order; devices do not share attention, which Costs(attention=0) simulates",
     "zerobubble": "The plainest: zb and zb_v are made for your costs and memory",
     "zb1p": "Give it memory=devices",
     "zb2p": "Give it memory=2 * devices",

@@ -340,7 +340,9 @@ def test_an_idle_cell_says_what_could_run_there():
 IN_A_LOOP = [
     name
     for name in sorted(SCHEDULES)
-    if make(name, 4, 8).placement == (0, 1, 2, 3) and not make(name, 4, 8).slices
+    if make(name, 4, 8).placement == (0, 1, 2, 3)
+    and not make(name, 4, 8).slices
+    and not make(name, 4, 8).overlapped
 ]
 
 
@@ -360,7 +362,7 @@ def test_titles_are_of_schedules_that_a_draft_can_be():
     assert set(TITLES) <= set(IN_A_LOOP)
     for name in set(SCHEDULES) - set(IN_A_LOOP):
         table = make(name, 4, 8)
-        assert table.slices or table.placement == (0, 1, 2, 3, 3, 2, 1, 0)
+        assert table.slices or table.overlapped or table.placement == (0, 1, 2, 3, 3, 2, 1, 0)
 
 
 def test_recognition_does_not_mind_the_numbers_of_micro_batches_and_knows_what_is_new():

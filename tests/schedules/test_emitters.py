@@ -219,6 +219,8 @@ def test_torchs_zero_bubble_with_chunks_is_interleaved_with_half_the_warm_up():
                         order.insert(order.index(cell) + 1, waiting.pop(0))
                 assert theirs[rank] == order + waiting, (p, m, v, rank)
             validate(table(theirs))
+            if m % p == 0:
+                assert theirs == canonical(make("zb_interleaved", p, m, virtual=v).rows)
 
 
 # ---- torch's validator

@@ -271,7 +271,7 @@ def test_more_batches_are_the_same_batch_again(case):
         (("ScheduleZBVZeroBubble", 4, 8), "did you mean zb_v. That is its name here"),
         (("DualPipeV", 4, 8), "did you mean dualpipe_v. That is its name here"),
         (("LoopedBFS", 4, 8), "did you mean looped_bfs. That is its name here"),
-        (("InterleavedZeroBubble", 4, 8), "did you mean zb_h1. The nearest: it has one stage a"),
+        (("InterleavedZeroBubble", 4, 8), "did you mean zb_interleaved"),
         (("ZB-H2", 4, 8), "did you mean zb_h2. "),
         (("inference", 4, 8), "'inference': Every schedule's forwards run alone by pipelab.eval"),
         (("nope", 4, 8), "'nope': There are chimera"),

@@ -189,7 +189,10 @@ def named_schedules(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
             schedule = make(name, p, m, costs=problem.costs, memory=memory, **sizes)
         except (ScheduleError, CostError):
             continue
-        # What updates within a batch trains something else: its speed is no rival.
+        # What updates within a batch trains something else, what offloads has more memory, and what
+        # overlaps computes two actions at once: their speed is no rival.
         of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST
-        if of_one_batch and (problem.split or Kind.W not in schedule.kinds):
+        if schedule.overlapped or not of_one_batch:
+            continue
+        if problem.split or Kind.W not in schedule.kinds:
             yield name, schedule
