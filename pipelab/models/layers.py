@@ -174,6 +174,9 @@ class _Look:
                 found.append((spans[0][0][0], spans[-1][0][1], path, len(items)))
             else:
                 why = f"the blocks of {path} are not called once each, in their order"
+        rows = [p for p, m in watched.named_modules() if isinstance(m, nn.Sequential)]
+        if rows and not listed:
+            why += f"; {rows[0] or 'it'} is an nn.Sequential, whose children are layers themselves"
         if not found:
             raise _Uncut(why)
         self.ends = [(begin, end) for begin, end, *_ in sorted(found)]

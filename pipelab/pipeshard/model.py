@@ -9,6 +9,7 @@ of a scanned stack go into one `scan`. Between two blocks the cut is where the f
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.jax.arguments import Part, as_function
@@ -48,7 +50,8 @@ def cut_model(model: Any, balance: Sequence[int], sample: Any) -> list[Part]:
              arrays, (samples, ...) each, and returns one array
     balance  layers of each stage. A layer is a block; one is what stands before the blocks, and
              one what stands after them, if these have weights
-    sample   what the model takes: arrays or their shapes, two samples or more
+    sample   what the model takes: arrays or their shapes. Stages take any number of samples, which
+             have the shape and type of these
 
     Together the stages do the model's operations in its order. (Each is compiled by itself, and XLA
     may round differently where it fuses differently.) The parameters of a stage are a dictionary by
@@ -56,7 +59,7 @@ def cut_model(model: Any, balance: Sequence[int], sample: Any) -> list[Part]:
     weight that two stages read, such as a tied embedding, belongs to the first. This one hands it
     on with every micro-batch, so that it stays one weight.
 
-    Raises ValueError for a model that cannot be cut, or a balance that does not fit it.
+    Raises ValueError for a model that cannot be cut, or a balance or sample that does not fit it.
 
     >>> from flax import nnx
     >>> model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(k)) for k in range(3)))
@@ -67,18 +70,20 @@ def cut_model(model: Any, balance: Sequence[int], sample: Any) -> list[Part]:
     apply, weights = as_function(model, 0)
     whole = _Whole(apply, weights, sample)
     cut_for = cache(partial(_stages, whole, tuple(balance)))
-    first, other = cut_for(whole.samples), cut_for(whole.samples + 1)
+    first, twice = cut_for(whole.samples, False), cut_for(2 * whole.samples, False)
     parts: list[Part] = []
     for s, stage in enumerate(first):
         # A later stage is given arrays of which some tell how many samples there are.
-        pairs = zip(stage.receives, other[s].receives, strict=True)
+        pairs = zip(stage.receives, twice[s].receives, strict=True)
         varying = [
-            (i, axis)
+            (i, axis, size, more - size)
             for i, shapes in enumerate(pairs)
             for axis, (size, more) in enumerate(zip(*map(shape_of, shapes), strict=True))
             if size != more
         ]
-        parts.append((partial(_run, cut_for, s, varying[0]), stage.parameters))
+        if not varying:
+            raise ValueError(f"no array that stage {s} is given has a row per sample: {BY_HAND}")
+        parts.append((partial(_run, cut_for, s, whole.samples, varying[0]), stage.parameters))
     return parts
 
 
@@ -87,24 +92,35 @@ def join_weights(weights: Iterable[Mapping[str, Any]], like: Any) -> Any:
 
     like  that tree: variables["params"] of a linen module, nnx.state(model, nnx.Param) of an nnx
           module, which `nnx.update` puts into it
+
+    Raises ValueError if one of the weights has no place there.
     """
     known = {name: array for of_stage in weights for name, array in of_stage.items()}
 
+    pieces: dict[str, dict[int, Any]] = {}
+    for name, array in known.items():
+        if found := PIECE.fullmatch(name):
+            pieces.setdefault(found[1], {})[int(found[2])] = array
+    known = {name: array for name, array in known.items() if not PIECE.fullmatch(name)}
+    known |= {name: jnp.concatenate([of[a] for a in sorted(of)]) for name, of in pieces.items()}
+
     def leaf(path: Any, old: Any) -> Any:
-        name = jax.tree_util.keystr(path)
-        if name in known:
-            return known[name]
-        pieces = {}
-        for other, array in known.items():
-            if other.startswith(name) and (found := PIECE.fullmatch(other[len(name) :])):
-                pieces[int(found[1])] = array
         # What no stage reads is not trained.
-        return jnp.concatenate([pieces[a] for a in sorted(pieces)]) if pieces else old
+        new = known.pop(name := jax.tree_util.keystr(path), old)
+        if new.shape != old.shape:
+            raise ValueError(f"{name}: {new.shape} of {old.shape}: give the weights of all stages")
+        return new
 
-    return jax.tree.map_with_path(leaf, like)
+    joined = jax.tree.map_with_path(leaf, like)
+    if known:
+        raise ValueError(
+            f"{next(iter(known))} is not in that tree: give the parameters of the model that "
+            'was cut, variables["params"] or nnx.state(model, nnx.Param)'
+        )
+    return joined
 
 
-PIECE = re.compile(r"\[(\d+):\d+\]")  # of a stack: layers a to b, without b
+PIECE = re.compile(r"(.*)\[(\d+):\d+\]")  # of a stack: layers a to b, without b
 
 
 # ---- the model, traced
@@ -118,18 +134,33 @@ class _Whole:
         pairs = jax.tree.leaves_with_path(weights)
         self.weights = {jax.tree_util.keystr(path): leaf for path, leaf in pairs}
         self.blocks = _numbered([path for path, _ in pairs], list(self.weights.values()))
-        self.inputs, self.input_tree = jax.tree.flatten(sample)
-        self.samples = self.inputs[0].shape[0]
+        self.double = jax.config.read("jax_enable_x64")
+        self.inputs, self.input_tree = jax.tree.flatten(jax.eval_shape(lambda x: x, sample))
+        counts = {x.shape[:1] for x in self.inputs}
+        if len(counts) != 1 or counts & {(), (0,)}:
+            shapes = ", ".join(str(x.shape) for x in self.inputs)
+            raise ValueError(
+                f"a sample of shapes {shapes}: give arrays (samples, ...), equally many samples "
+                "in each"
+            )
+        ((self.samples,),) = counts
 
-    def trace(self, samples: int) -> Graph:
+    def trace(self, samples: int, wide: bool) -> Graph:
         """Its equations; inputs are the weights, then the leaves of a batch of so many samples."""
-        shapes = [jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for x in self.inputs]
-        weights = jax.tree.unflatten(self.tree, list(map(spec_of, self.weights.values())))
+        spec = _wide if wide else spec_of
+        shapes = [spec(x.update(shape=(samples, *x.shape[1:]))) for x in self.inputs]
+        weights = jax.tree.unflatten(self.tree, list(map(spec, self.weights.values())))
         batch = jax.tree.unflatten(self.input_tree, shapes)
         graph = inline(jax.make_jaxpr(self.apply)(weights, batch))
         if len(graph.outputs) != 1 or isinstance(graph.outputs[0], Literal):
             raise ValueError(f"the model returns {len(graph.outputs)} arrays, not one: {BY_HAND}")
         return graph
+
+
+def _wide(of: Any) -> jax.ShapeDtypeStruct:
+    """The shape and type of an atom or array in float64."""
+    spec, inexact = spec_of(of), jnp.issubdtype(spec_of(of).dtype, jnp.inexact)
+    return spec.update(dtype=jnp.promote_types(spec.dtype, np.float64)) if inexact else spec
 
 
 def _numbered(paths: Sequence[Any], weights: Arrays) -> list[tuple[str, int] | None]:
@@ -203,6 +234,9 @@ def _units(whole: _Whole, graph: Graph) -> tuple[list[_Unit], list[set[Any]]]:
             layers[i] = eqn.params["length"]
             if eqn.params["reverse"]:
                 raise ValueError(f"its stack of blocks is scanned in reverse: {BY_HAND}")
+    readers = Counter(v for eqn in graph.equations for v in variables(eqn.invars))
+    if any(isinstance(of, int) and readers[v] > 1 for v, of in label.items()):
+        raise ValueError(f"its stack of blocks is read outside of one scan as well: {BY_HAND}")
     reads = _reads(graph, label, graph.inputs[len(weights) :])
     units = []
     for name in dict.fromkeys(name for of in reads for name in of if name != ""):
@@ -252,12 +286,14 @@ class _Stage:
     consts: dict[Var, Any]
 
 
-@jax.disable_jit(False)  # a scan would be traced as its steps
-def _stages(whole: _Whole, balance: tuple[int, ...], samples: int) -> list[_Stage]:
-    graph = whole.trace(samples)
-    units, reads = _units(whole, graph)
-    homes = _homes(units, reads, balance)
-    graph, weights, names = _in_pieces(whole, graph, homes)
+def _stages(whole: _Whole, balance: tuple[int, ...], samples: int, wide: bool) -> list[_Stage]:
+    """The stages for so many samples; `wide` for weights and a batch in float64."""
+    # A scan would be traced as its steps without jit.
+    with jax.disable_jit(False), jax.enable_x64(wide or whole.double):
+        graph = whole.trace(samples, wide)
+        units, reads = _units(whole, graph)
+        homes = _homes(units, reads, balance)
+        graph, weights, names = _in_pieces(whole, graph, homes, wide)
     # [1] Where each stage begins, and its equations.
     parameters, batch = graph.inputs[: len(names)], graph.inputs[len(names) :]
     label = {v: homes.get(name, -1) for v, name in names.items()}
@@ -308,7 +344,7 @@ def _homes(
 
 
 def _in_pieces(
-    whole: _Whole, graph: Graph, homes: Mapping[Any, int]
+    whole: _Whole, graph: Graph, homes: Mapping[Any, int], wide: bool
 ) -> tuple[Graph, dict[str, Any], dict[Var, Any]]:
     """The graph with each stack's scan in the pieces of `homes`, each with weights of its own.
 
@@ -342,7 +378,7 @@ def _in_pieces(
             values.update(zip(eqn.outvars, made, strict=True))
         return values[graph.outputs[0]]
 
-    shapes = map(spec_of, [*weights.values(), *batch])
+    shapes = map(_wide if wide else spec_of, [*weights.values(), *batch])
     made = inline(jax.make_jaxpr(run)(*shapes))
     return made, weights, dict(zip(made.inputs, units, strict=False))
 
@@ -405,23 +441,38 @@ def _crossing(graph: Graph, weights: Iterable[Var], batch: Variables) -> list[in
 
 
 def _run(
-    cut_for: Callable[[int], list[_Stage]],
+    cut_for: Callable[[int, bool], list[_Stage]],
     s: int,
-    varying: tuple[int, int],
+    samples: int,
+    varying: tuple[int, int, int, int],
     parameters: Mapping[str, Any],
     x: Any,
 ) -> Any:
     """A stage's function: what the stage before handed on (at first, the batch) -> what it does.
 
-    varying  which array, and which of its dimensions, tells how many samples there are
+    varying  which array, and which of its dimensions, tells how many samples there are; its size
+             for so many `samples`, and how much more it is for twice as many
     """
-    arrays = jax.tree.leaves(x)
-    i, axis = varying
-    stages = cut_for(arrays[i].shape[axis])
-    stage = stages[s]
-    values = stage.consts | dict(zip(stage.receives, arrays, strict=True))
-    values |= {v: parameters[path] for v, path in stage.names.items()}
-    made = stage.graph.whole.run(*(values[v] for v in stage.graph.arguments))
+    arrays, (i, axis, size, more) = jax.tree.leaves(x), varying
+    count = samples + (arrays[i].shape[axis] - size) * samples // more
+    for wide in (False, True):  # the reference of a check computes in float64
+        stages = cut_for(count, wide)
+        stage, weights = stages[s], [parameters[path] for path in stages[s].names.values()]
+        values = dict(zip([*stage.receives, *stage.names], [*arrays, *weights], strict=True))
+        if all(_type(jax.typeof(array)) == _type(v.aval) for v, array in values.items()):
+            break
+    else:
+        given = ", ".join(_type(jax.typeof(array)) for array in arrays)
+        takes = ", ".join(_type(v.aval) for v in cut_for(count, False)[s].receives)
+        raise ValueError(
+            f"stage {s} is given {given}, and takes {takes} by the sample that the model was cut "
+            "with: cut it with a sample of the shape and type that it is given"
+        )
+    made = stage.graph.whole.run(*((stage.consts | values)[v] for v in stage.graph.arguments))
     values.update(zip([*stage.graph.outputs, *stage.graph.aux_outputs], made, strict=False))
     sent = tuple(values[v] for v in stage.sends)
     return sent[0] if stage is stages[-1] else sent
+
+
+def _type(aval: Any) -> str:
+    return f"{aval.dtype}{list(aval.shape)}"

@@ -293,9 +293,10 @@ def together(layers, found):
         (Glued(turns=2), True, "the blocks of blocks are not called once each, in their order"),
         (Glued(gate=0.0, rate=0.1), True, r"first\.1 would draw anew there; set its dropout to 0"),
         (nn.Linear(4, 4), True, "it calls no two blocks of an nn.ModuleList one after another"),
+        (nn.Sequential(nn.Linear(4, 4)), True, "it is an nn.Sequential, whose children are layers"),
         (Glued(), False, "no inputs are known of a Glued: give layers_of a sample"),
     ],
-    ids=["glued", "turns", "drawn", "no blocks", "no sample"],
+    ids=["glued", "turns", "drawn", "no blocks", "a row", "no sample"],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(model, sample, reason):
     given = {"x" if isinstance(model, Glued) else "input": torch.randn(3, 4)} if sample else None

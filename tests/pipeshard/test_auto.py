@@ -548,6 +548,17 @@ def test_planning_again_compiles_no_stage(tmp_path, monkeypatch):
         plan(tmp_path / "others")
 
 
+def test_a_damaged_cache_is_found_out():
+    def plan(cache):
+        pipeline, state, batch = planned(small(), layers=2, devices=1, cache=cache)
+        return pipeline.compile(state, batch).auto.profiles
+
+    first = plan(cache := {})
+    values = [*cache.values()]
+    for damaged in ([*values[1:], values[0]], [42] * len(values)):
+        assert plan(dict(zip(cache, damaged, strict=True))) == first
+
+
 def test_a_bar_says_what_is_done_from_the_first_second(capsys, monkeypatch):
     monkeypatch.setattr("tqdm.auto.tqdm", partial(std.tqdm, disable=False))
     params, loss, batch = small()
@@ -639,6 +650,28 @@ def test_equal_blocks_are_profiled_once(monkeypatch):
         assert a.activation_bytes == b.activation_bytes
         assert a.seconds == pytest.approx(b.seconds, rel=0.02)
         assert a.held_bytes == pytest.approx(b.held_bytes, rel=0.3)
+
+
+def test_weights_that_layers_share_are_reduced_once(monkeypatch):
+    """Equal layers that are no neighbours have the same weights."""
+    params = [normal(16, 16, seed=i) for i in range(2)]
+
+    def loss(params, batch):
+        x = batch["x"]
+        for k in range(4):
+            x = jnp.tanh(x @ params[k % 2])
+        return jnp.mean(x * x)
+
+    def seconds():
+        model = params, loss, {"x": normal(8, 16)}
+        pipeline, state, batch = planned(model, layers=4)
+        found = pipeline.compile(state, batch).auto.profiles
+        return [(each.layers, each.submesh, each.seconds) for each in found]
+
+    added_up = seconds()
+    monkeypatch.setattr(candidate.Runs, "_key_of", lambda self, layer: layer)
+    for one, whole in zip(added_up, seconds(), strict=True):
+        assert one[:2] == whole[:2] and one[2] == pytest.approx(whole[2], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,11 @@ class Twice(nnx.Module):
         if self.how == "reverse":
             options = dict(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, reverse=True)
             return nnx.scan(lambda x, layer: layer(x), **options)(x, self.stack)
+        over = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        if self.how == "outside":
+            return over(x, self.stack) + self.stack.norm.bias[...].sum()
+        if self.how == "mean":
+            return over(x.mean(0), self.stack)
         return (x, x) if self.how == "two" else self.layers[0](x)
 
 
@@ -189,13 +194,15 @@ class Twice(nnx.Module):
         ),
         (lambda: Twice(nnx.Rngs(0), "two"), "the model returns 2 arrays, not one: write"),
         (lambda: Twice(nnx.Rngs(0), "reverse"), "scanned in reverse: write the stages by hand"),
+        (lambda: Twice(nnx.Rngs(0), "outside"), "read outside of one scan as well: write"),
+        (lambda: Twice(nnx.Rngs(0), "mean"), "no array that stage 1 is given has a row per sample"),
         (lambda: Layer(nnx.Rngs(0)), "no blocks are seen: .*: write the stages by hand: pairs"),
         (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "changes its state .dropout"),
     ],
 )
 def test_what_is_not_cut(model, message):
     with pytest.raises(ValueError, match=message):
-        cut_model(model(), [1, 1], jnp.ones((4, 8)))
+        cut_model(model(), [2, 2], jnp.ones((4, 8)))
 
 
 def test_a_weight_that_nothing_reads_stays_as_it_is():
@@ -213,3 +220,56 @@ def test_a_balance_names_the_layers_there_are():
     for scanned in (False, True):
         with pytest.raises(ValueError, match=match):
             cut_model(made("linen", scanned)[0], [2, 2], TOKENS)
+
+
+class Mixed(nnx.Module):
+    """Its blocks see tokens as rows of one matrix, and its result is their mean."""
+
+    def __init__(self, dtype):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs, param_dtype=dtype) for _ in range(4)])
+
+    def __call__(self, x):
+        rows = x.reshape(-1, 8)
+        for layer in self.layers:
+            rows = jnp.tanh(layer(rows))
+        return rows.reshape(x.shape).mean(1)
+
+
+def test_rows_that_are_no_samples():
+    model, x = Mixed(jnp.float64), np.random.default_rng(0).normal(size=(6, 5, 8))
+    parts = cut_model(model, [2, 2], x)
+    for some in (x, x[:4]):
+        np.testing.assert_array_equal(jax.jit(partial(through, parts))(some), jax.jit(model)(some))
+
+
+def test_a_batch_unlike_the_sample():
+    parts = cut_model(Mixed(jnp.float64), [2, 2], jnp.ones((6, 5, 8)))
+    for x in (jnp.ones((6, 7, 8)), jnp.ones((6, 5, 8), "float32")):
+        with pytest.raises(
+            ValueError, match=r"stage 0 is given .* and takes float64\[6, 5, 8\] by"
+        ):
+            through(parts, x)
+    for sample in ((jnp.ones((6, 8)), 2.0), (jnp.ones((6, 8)), jnp.ones((5, 8)))):
+        with pytest.raises(ValueError, match=r"shapes \(6, 8\), .*: give arrays \(samples, ...\)"):
+            cut_model(Mixed(jnp.float64), [2, 2], sample)
+
+
+def test_the_reference_of_float32_is_in_float64():
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 5, 8)).astype(np.float32)
+    with jax.enable_x64(False):
+        parts = cut_model(Mixed(jnp.float32), [2, 2], x)
+        schedule = pipelab.make("gpipe", 2, 4)
+        loss = lambda y, target: jnp.mean((y - target) ** 2)  # noqa: E731
+        found = pipelab.run(schedule, parts, [(x, y[:, 0])], loss, optax.sgd(0.1), backend="jax")
+    assert found.check.passed and found.check.precision == "float64", found.check
+
+
+def test_weights_that_do_not_fit_the_tree():
+    model = Stack(nnx.Rngs(0), True)
+    first, second = (weights for _, weights in cut_model(model, [3, 3], TOKENS))
+    tree = nnx.state(model, nnx.Param)
+    with pytest.raises(ValueError, match=r"\.value is not in that tree: give the parameters of"):
+        join_weights([first, second], {"params": tree})
+    with pytest.raises(ValueError, match=r"\(2, 8\) of \(4, 8\): give the weights of all stages"):
+        join_weights([first], tree)

@@ -132,6 +132,17 @@ def test_what_a_loader_has_left_is_trained_after_a_stop(tmp_path, remembers):
         with pytest.raises(ValueError, match=r"loader is a list without a state_dict"):
             trainer.save(tmp_path / "d", data)
         assert not (tmp_path / "d").exists()
+    if remembers:
+        content = bytearray((tmp_path / "c" / "loader.pt").read_bytes())
+        content[-100] ^= 1  # torch.load alone would not see it
+        (tmp_path / "c" / "loader.pt").write_bytes(content)
+        with (
+            training(resume=tmp_path / "c") as trainer,
+            pytest.raises(
+                ValueError, match=r"loader.pt cannot be read \(its content was changed\)"
+            ),
+        ):
+            trainer.rest_of(loader)
 
 
 def test_metrics_neither_change_what_is_measured_nor_end_the_training():

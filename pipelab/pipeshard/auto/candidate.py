@@ -40,6 +40,7 @@ from pipelab.table.action import Kind
 Cache = MutableMapping[str, Any]
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
 ROUNDS = 5  # of measured times
+REDUCTION = 2  # its place among the costs of a stage
 EXHAUSTIVE = 30  # assignments of a layer; beyond, one parameter after another
 
 
@@ -166,11 +167,19 @@ class Placed:
 
 
 def remembered(memory: Cache, key: Any, find: Callable[[], Any]) -> Any:
-    """The value of a cache under a key; else what `find` returns, which it keeps from now on."""
+    """The value of a cache under a key; else what `find` returns, which it keeps from now on.
+
+    A file may be damaged, or one that two processes wrote at once: a value has its key beside it.
+    """
     name = digest(key)
-    if name not in memory:
-        memory[name] = find()
-    return memory[name]
+    try:
+        known, value = memory[name]
+    except Exception:
+        known, value = None, None
+    if known != name:
+        value = find()
+        memory[name] = name, value
+    return value
 
 
 def both_passes(graph: StageGraph, trains: bool, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
@@ -360,6 +369,7 @@ class Runs:
         """
         self.stages, self.measured, self.memory = stages, measured, memory
         self.find, self._key = cache(self._find), cache(self._key_of)
+        self._held = cache(self._bytes_of)
 
     def _key_of(self, layer: int) -> Any:
         return self.stages[layer, layer].key(measured=False)
@@ -377,16 +387,26 @@ class Runs:
             stage = self.stages[first, last]
             key = stage.key(self.measured)
             return remembered(self.memory, key, lambda: _examine(stage, self.measured))
-        return _joined(
-            [self.find(a, b) for a, b in neighbours], [self.find(a, a) for a, _ in neighbours[1:]]
-        )
+        inner = [(a, a) for a, _ in neighbours[1:]]
+        summed = sum(self._held(*run) for run in neighbours)
+        summed -= sum(self._held(*run) for run in inner)
+        once = self._held(first, last) / summed if summed else 1.0
+        pairs = [self.find(*run) for run in neighbours]
+        return _joined(pairs, [self.find(*run) for run in inner], once)
+
+    def _bytes_of(self, first: int, last: int) -> int:
+        """Bytes of a run's parameters."""
+        stage = self.stages[first, last]
+        return sum(bytes_on_mesh(stage.spec(p)) for p in stage.candidate.reads[0])
 
 
-def _joined(pairs: list[Findings], inner: list[Findings]) -> Findings:
+def _joined(pairs: list[Findings], inner: list[Findings], once: float) -> Findings:
     """The findings of a run of layers.
 
     pairs  of each layer and the next
     inner  of each layer but the first and the last
+    once   the share of the parameters in these that are not there a second time: layers that are
+           no neighbours may share some, whose gradients are added up over devices once
     """
     activations = sum(each.activations for each in pairs)
     activations -= sum(each.activations for each in inner)
@@ -399,6 +419,8 @@ def _joined(pairs: list[Findings], inner: list[Findings]) -> Findings:
         for name in ("flops", "ring_bytes", "collectives"):
             sums[name] = sum(getattr(each, name) for each in several)
             sums[name] -= sum(getattr(each, name) for each in twice)
+        if i == REDUCTION:
+            sums |= {name: sums[name] * once for name in ("flops", "ring_bytes")}
         # What a pass takes beside its arguments is that of one layer after the other; only what a
         # forward leaves is there for all of them.
         beside = [each.peak_bytes - each.argument_bytes for each in several]

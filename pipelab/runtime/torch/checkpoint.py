@@ -167,18 +167,21 @@ def save_loader(folder: Path, loader: Any) -> None:
             "`fit` what `rest_of` leaves of it; or use torchdata's StatefulDataLoader"
         )
     with writing(folder):
-        (folder / LOADER).write_bytes(
-            _bytes_of(loader.state_dict(), "no checkpoint can hold the loader's state")
-        )
+        state = _bytes_of(loader.state_dict(), "no checkpoint can hold the loader's state")
+        (folder / LOADER).write_bytes(sha256(state).digest() + state)
 
 
 def load_loader(folder: Path) -> Any:
-    """A data loader's state; None if none was saved. ValueError if it cannot be read."""
+    """A data loader's state; None if none was saved. ValueError if it is not as it was written."""
     path = folder / LOADER
     if not path.exists():
         return None
     try:
-        return torch.load(path, weights_only=True)
+        content = path.read_bytes()
+        digest, state = content[: sha256().digest_size], content[sha256().digest_size :]
+        if digest != sha256(state).digest():
+            raise ValueError("its content was changed")
+        return torch.load(io.BytesIO(state), weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}): use another checkpoint") from None
 
