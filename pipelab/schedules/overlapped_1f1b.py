@@ -8,7 +8,7 @@
 from itertools import chain
 
 from pipelab.schedules.interleaved import in_turns, rounds_of
-from pipelab.table.action import U
+from pipelab.table.action import U, check_counts
 from pipelab.table.placement import loop_placement
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import repeat
@@ -25,6 +25,9 @@ def overlapped_1f1b(
     >>> overlapped_1f1b(4, 8, virtual=2).peak_in_flight
     [12, 10, 8, 6]
     """
+    devices, microbatches, virtual = check_counts(
+        devices=devices, microbatches=microbatches, virtual=virtual
+    )
     rounds = rounds_of(devices, microbatches)
     rows, overlapped = [], set()
     for device in range(devices):

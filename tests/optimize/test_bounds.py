@@ -198,7 +198,7 @@ def test_no_named_schedule_beats_the_bound(name, p, m, data):
     except ScheduleError:
         reject()
     least = gap(schedule, costs)
-    if schedule.copies > 1 or schedule.slices or Kind.OFFLOAD in schedule.kinds:
+    if schedule.copies > 1 or schedule.slices or schedule.overlapped:
         assert least is None
         return
     assert least >= 0
