@@ -6,6 +6,7 @@ from statistics import median
 
 from pipelab.optimize.faults import Faults, cost_of_faults
 from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Estimate, Transformer, table_for
+from pipelab.schedules import takes
 
 TITAN_KEEP = dict(zip(KEEP, ("none", "selective", "full"), strict=True))
 
@@ -16,10 +17,11 @@ def start_lines(answer: Answer) -> list[str]:
     best, choice = answer.best, answer.best.choice
     p, r, balance = choice.pipeline, choice.replicas, ",".join(map(str, choice.balance))
     # Schedules in a V have their own number of chunks.
-    virtual = f" --virtual {choice.virtual}" if choice.schedule == "interleaved" else ""
+    virtual = f" --virtual {choice.virtual}" if takes(choice.schedule, "virtual") else ""
     longest = f" --longest {choice.longest}" if choice.longest > 1 else ""
     table = f"{choice.schedule} --devices {p} --microbatches {choice.microbatches}"
     table += virtual + longest
+    table += " --overlap" if best.problem.pairs and choice.schedule == "dualpipe_v" else ""
     again = f" --recompute {choice.recompute.value}" if choice.recompute.value != "never" else ""
     job = f"run {table} --model gpt2 --balance {balance}{again}"
     job += f" --replicas {r}" if r > 1 else ""

@@ -148,6 +148,7 @@ class Techniques:
         flash: attention keeps no square of the sequence
         sequence_parallel: what tensor parallelism leaves whole is split by tokens
         overlap: the gradients' all-reduce runs beside the last backward
+        pairs: a forward's and a backward's messages to experts run beside each other's compute
         blocking: messages stop the devices that they leave
     """
 
@@ -159,6 +160,7 @@ class Techniques:
     flash: bool = True
     sequence_parallel: bool = True
     overlap: bool = False
+    pairs: bool = False
     blocking: bool = False
 
     def options(self) -> dict[str, Any]:

@@ -86,7 +86,24 @@ profiles = st.builds(
     batch=st.sampled_from([4, 6, 8]),
     schedules=st.sampled_from([FLUSH, SPLIT, SPLIT + ASYNCHRONOUS]),
 )
-problems = profiles | transformers
+paired = st.builds(
+    Problem,
+    model=st.just(replace(small, experts=2)),
+    machine=st.builds(
+        Machine,
+        name=st.just("any"),
+        flops=st.just(1e3),
+        memory=st.just(math.inf),
+        bandwidth=st.floats(20, 500),
+        overhead=st.sampled_from([0.0, 0.1]),
+    ),
+    devices=st.just(4),
+    batch=st.sampled_from([4, 8]),
+    expert=st.just(2),
+    schedules=st.just((*FLUSH, "dualpipe_v")),
+    pairs=st.just(True),
+)
+problems = profiles | transformers | paired
 
 
 def choices_of(problem):

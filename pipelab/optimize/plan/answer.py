@@ -136,6 +136,8 @@ def stage_names(profile: Profile, balance: Sequence[int]) -> str:
 def techniques(problem: Problem) -> str:
     """What is counted on and what is off, in a line."""
     used = {f"ZeRO-{problem.zero or 1}": problem.zero, "overlap of all-reduces": problem.overlap}
+    if isinstance(problem.model, Transformer) and problem.model.experts > 1:
+        used["pairs that hide messages to experts"] = problem.pairs
     used["messages beside compute"] = not problem.blocking
     if isinstance(problem.model, Transformer):
         used |= {"FlashAttention": problem.flash, "sequence parallelism": problem.sequence}

@@ -1,7 +1,7 @@
 """The question: a model, a machine, a batch; and every answer that it can have."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import combinations, pairwise, product
@@ -23,6 +23,7 @@ IN_A_V = ("v_half", "v_min", "dualpipe_v", "zb_v")  # two chunks a device, there
 SPLIT = ("zb_h1", "zb_h2", "zb", *IN_A_V)  # backwards in two parts, with a flush
 MADE = {"zb": 5_000, "zb_v": 5_000}  # by a search, which takes half a second for so many actions
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
+PAIRED = ("overlapped_1f1b", "dualpipe_v")  # forwards and backwards overlap, where `pairs` are
 MOST_CHUNKS = 16  # a device
 MOST = 10**9  # devices, and samples of a batch
 LARGEST = 2_000_000  # actions of a table that is simulated
@@ -119,6 +120,7 @@ class Problem:
                 gradients as well, with an all-gather of the weights in every pass; 0 nothing.
                 Unless given, 1 for a Transformer and 0 for a Profile
     overlap     the gradients' all-reduce runs beside the last backward, all-gathers beside a pass
+    pairs       a pair's messages to experts and back run beside its compute, in PAIRED schedules
     blocking    messages stop the devices that they leave, as Megatron-LM's did in 2021
     share       of a device's peak that products reach; the machine's unless given
     """
@@ -136,6 +138,7 @@ class Problem:
     sequence: bool = True
     zero: int | None = None
     overlap: bool = False
+    pairs: bool = False
     blocking: bool = False
     share: float | None = None
 
@@ -145,7 +148,9 @@ class Problem:
             vars(self)["machine"] = replace(self.machine, share=self.share)
         if isinstance(self.model, Profile):
             _check_profile(self.model)
-        known = (*FLUSH, *SPLIT, *ASYNCHRONOUS)
+        if self.pairs and "overlapped_1f1b" not in self.schedules:
+            vars(self)["schedules"] = (*self.schedules, "overlapped_1f1b")
+        known = (*FLUSH, *SPLIT, *ASYNCHRONOUS, *PAIRED)
         if strange := [name for name in self.schedules if name not in known]:
             raise ScheduleError(f"schedule {strange[0]!r} is not planned with: there are {known}")
         if self.zero not in (None, 0, 1, 3):
@@ -276,7 +281,7 @@ class Problem:
         the same there, or hold more."""
         if p > 1 or "pipedream_flush" not in self.schedules:
             return self.schedules
-        others = {*FLUSH, *SPLIT} - {"pipedream_flush"}
+        others = {*FLUSH, *SPLIT, *PAIRED} - {"pipedream_flush"}
         return [name for name in self.schedules if name not in others]
 
     def _recomputations(self) -> list[tuple[Recompute, str]]:
@@ -292,6 +297,8 @@ class Problem:
         most = min(self.layers // p, MOST_CHUNKS)
         if schedule in IN_A_V:
             return [2] if most > 1 else []
+        if schedule == "overlapped_1f1b":
+            return range(1, most + 1)
         return range(2, most + 1) if schedule == "interleaved" else [1]
 
     def _balances(self, tensor: int, stages: int) -> Iterable[tuple[int, ...]]:
@@ -346,6 +353,8 @@ class Problem:
             for name in ("forward", "input_grad"):
                 sizes[name] = sizes[name] + link[b]
             link, latency, bandwidth = 0 * link, 0.0, math.inf
+        if self.pairs and choice.schedule in PAIRED:
+            sizes["together"] = self._together(choice, sizes, a, b)
         return sizes | {
             "optimizer": state,
             "update": update,
@@ -355,6 +364,24 @@ class Problem:
             "overhead": machine.overhead,
             "link": link[b],
         }
+
+    def _together(self, choice: TrainingChoice, sizes: Mapping[str, Any], a: Any, b: Any) -> Any:
+        """Seconds of a forward and a backward that overlap: messages to experts beside the rest."""
+        forward, backward = sizes["forward"], sizes["input_grad"] + sizes["weight_grad"]
+        messages = 0.0
+        if isinstance(self.model, Transformer) and self.model.experts > 1:
+            tokens = choice.microbatch * self.model.sequence / choice.context
+            shared = choice.tensor, choice.context, self.expert
+            messages = self.model.exchange(self._machine, tokens, *shared)
+        # What makes a layer again sends again.
+        sent = (3 if choice.keep == "full" else 2) * messages * self._expert_layers(a, b)
+        alone = np.maximum(forward, backward)
+        return np.maximum(alone, np.maximum(forward + backward - sent, sent))
+
+    def _expert_layers(self, a: Any, b: Any) -> Any:
+        """Layers with experts among layers a to b - 1 of a Transformer."""
+        first = 1 + len(self.model.dense)  # type: ignore[union-attr]
+        return np.clip(b, first, self.layers - 1) - np.clip(a, first, self.layers - 1)
 
     def _state(self, weights: Any, own: Any) -> Any:
         """Bytes of the optimizer's state on a device, which has `own` of the weights if they are
@@ -368,9 +395,7 @@ class Problem:
         """Bytes of experts among the weights of stages of layers a to b - 1, on one device."""
         if not isinstance(self.model, Transformer):
             return 0 * a
-        first = 1 + len(self.model.dense)  # of those with experts
-        blocks = np.clip(b, first, self.layers - 1) - np.clip(a, first, self.layers - 1)
-        return blocks * 2 * self.model.sizes(tensor)[1] / self.expert
+        return self._expert_layers(a, b) * 2 * self.model.sizes(tensor)[1] / self.expert
 
     def _summed(self, choice: TrainingChoice, weights: Any, experts: Any, passes: int) -> Any:
         """Seconds to sum (2 passes) or to gather (1) weights among the replicas and those that

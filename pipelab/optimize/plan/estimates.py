@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from pipelab.optimize.bounds import Bound, gap_of_longer
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, Problem, TrainingChoice
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, PAIRED, Problem, TrainingChoice
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
 from pipelab.predict.costs import Costs, Recompute
@@ -44,9 +44,10 @@ class Estimate:
     @cached_property
     def gap(self) -> float:
         """How far the step is above a lower bound: for any order in the same stages and memory, see
-        `pipelab.optimize.bounds.gap`. Without a flush above the work of the busiest device."""
+        `pipelab.optimize.bounds.gap`. Without a flush, and for pairs, above `least_seconds`."""
         problem, choice = self.problem, self.choice
-        if choice.schedule in ASYNCHRONOUS:
+        pairs = problem.pairs and choice.schedule in PAIRED
+        if pairs or choice.schedule in ASYNCHRONOUS:
             least = Bound({"busiest device": least_seconds(choice, problem.of_stages(choice))})
             return least.gap(self.step)
         costs = problem.costs(choice)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, IN_A_V, MADE, TrainingChoice
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, IN_A_V, MADE, PAIRED, TrainingChoice
 from pipelab.predict.costs import Recompute
 from pipelab.predict.theory import THEORY
-from pipelab.schedules import make
+from pipelab.schedules import make, takes
 from pipelab.table.action import Kind
 
 SLACK = 1 + 1e-9  # bounds and simulations add up the same numbers in another order
@@ -26,6 +26,7 @@ def work(choice: TrainingChoice, sizes: Sizes) -> np.ndarray:
     m = choice.microbatches
     again = {Recompute.NEVER: 0, Recompute.EXCEPT_LAST: m - 1, Recompute.ALWAYS: m}
     once = sizes["forward"] + sizes["input_grad"] + sizes["weight_grad"]
+    once = sizes.get("together", once)  # if it takes less in pairs
     actions = 3 if choice.schedule in ("zb_h1", "zb_h2") else 2  # others may keep backwards whole
     once = once + actions * sizes["overhead"]
     return m * once + again[choice.recompute] * sizes["forward"]
@@ -134,7 +135,7 @@ def _fewest_in_flight(schedule: str, p: int, v: int, m: int, longest: int) -> in
 
 @cache
 def _counts(schedule: str, p: int, v: int, m: int, longest: int) -> Any:
-    if schedule in MADE or schedule in IN_A_V:
+    if schedule in MADE or schedule in IN_A_V or schedule in PAIRED:
         return _counts_of_table(schedule, p, v, m)
     theory = THEORY[schedule]
     # Interleaved is built for full rounds, and loses the absent micro-batches.
@@ -158,7 +159,8 @@ def _counts_of_table(schedule: str, p: int, v: int, m: int) -> Any:
     flights = [1] * (p * v)
     if schedule not in MADE:
         flights = [0] * (p * v)
-        for row in make(schedule, p, min(m, 3 * p)).rows:
+        chunks = v if takes(schedule, "virtual") else 1
+        for row in make(schedule, p, min(m, 3 * p), virtual=chunks).rows:
             for action in takewhile(lambda action: action.kind is Kind.F, row):
                 flights[action.stage] += 1
     return np.array([[1] * (p * v), flights, [0] * (p * v)])

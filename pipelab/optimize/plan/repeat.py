@@ -18,7 +18,7 @@ from pipelab.table.schedule import Schedule
 
 ALIKE = 1e-12  # relative: seconds that differ by rounding
 ROUNDS = 8  # of p micro-batches: the table in which a period is first looked for
-IN_ROUNDS = ("pipedream_flush", "interleaved", "zb_h1", "zb_h2")
+IN_ROUNDS = ("pipedream_flush", "interleaved", "overlapped_1f1b", "zb_h1", "zb_h2")
 
 
 def makespan(name: str, p: int, m: int, costs: Costs, virtual: int = 1, longest: int = 1) -> float:
@@ -59,9 +59,14 @@ def table_of(
 ) -> Schedule:
     """The table of a plan; of one that is made for its costs, the one for these."""
     sizes = {"virtual": virtual if takes(name, "virtual") else 1, "longest": longest}
-    return _table(
+    table = _table(
         name, p, m, batches=batches, costs=costs if takes(name, "costs") else None, **sizes
     )
+    paired = name == "dualpipe_v" and costs.together is not None
+    return _in_pairs(table) if paired else table
+
+
+_in_pairs = lru_cache(maxsize=32)(Schedule.overlap)
 
 
 # Many choices differ in their costs alone; of one that is searched for, time and memory are asked.

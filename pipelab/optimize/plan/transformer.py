@@ -276,8 +276,7 @@ class Transformer:
         gathered = (key + value) / t if self.latent is None else self.latent.key + self.latent.rope
         sent = 2 * machine.collective(2 * tokens * h, t, 1)
         sent += machine.collective(2 * tokens * gathered * c, c, t, 1)
-        among = machine.slowest(expert * t * c)  # by each one's own card
-        sent += machine.allreduce(2 * e * tokens * h / t, expert, among)  # there and back
+        sent += self.exchange(machine, tokens, t, c, expert)
         forward = products + scores + squares + moved + sent
         # [2] its backward, and what it makes again
         inputs = products + (2.5 if flash else 2) * scores + 2 * (squares + moved) + sent
@@ -294,6 +293,13 @@ class Transformer:
         return Layer(
             "layer", forward, inputs + again, products, weights, kept, output=2 * tokens * h
         )
+
+    def exchange(
+        self, machine: Machine, tokens: float, tensor: int, context: int, expert: int
+    ) -> float:
+        """Seconds in which tokens travel to their experts and back, in a pass of a layer."""
+        among = machine.slowest(expert * tensor * context)  # by each one's own card
+        return machine.allreduce(2 * self.active * tokens * self.hidden / tensor, expert, among)
 
 
 MODELS = {
