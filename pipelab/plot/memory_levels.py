@@ -1,6 +1,7 @@
 """Memory: bytes over time on one device, and the peaks of all devices, stacked by cause."""
 
 from operator import add
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -43,7 +44,7 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
     largest = max(max(m.peak()) for m in items.values())
     factor, unit = scale_of(largest, style.BYTES)
     thick = LANE / devices
-    labelled = set()
+    named: dict[str, Any] = {}
     for row, m in enumerate(items.values()):
         y = [row + (d + 0.5) * thick - LANE / 2 for d in range(m.devices)]
         held = [m.at_peak(d) for d in range(m.devices)]
@@ -51,9 +52,9 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
         for cause in MEMORY_CAUSES:
             width = [of_device[cause] / factor for of_device in held]
             bars = ax.barh(y, width, thick * 0.9, left, color=style.MEMORY_CAUSES[cause])
-            if any(width) and cause not in labelled:
+            if any(width):
                 bars.set_label(cause)
-                labelled.add(cause)
+                named[cause] = bars
             left = [*map(add, left, width)]
         names = ["" if d % every else f"device {d}" for d in range(m.devices)]
         ax.bar_label(bars, names, padding=3, fontsize=7, color=style.GREY)
@@ -61,5 +62,5 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
     ax.set_ylim(len(items) - 0.5, -0.5)
     ax.set_xlim(0, largest / factor * 1.12 or 1)
     ax.set_xlabel(f"{unit} at the peak")
-    style.legend(ax)
+    style.legend(ax, [named[cause] for cause in MEMORY_CAUSES if cause in named])
     return ax
