@@ -124,7 +124,7 @@ def test_the_bubble_plot_names_its_definition_and_overlays_the_closed_form():
     assert ax.get_ylabel() == "makespan over the ideal, minus 1"
     dots, line = ax.lines[0], ax.lines[1]
     assert np.allclose(dots.get_ydata(), [3 / m for m in range(1, 9)])
-    assert np.allclose(line.get_ydata(), dots.get_ydata())
+    assert np.allclose(line.get_ydata()[::8], dots.get_ydata())  # eight steps to a dot
     assert list(ax.lines[3].get_xdata()) == [4, 8]  # where p divides m
 
 
