@@ -382,7 +382,7 @@ def placements() -> Axes:
     return paths(
         {
             "loop: two chunks a device": [[*down, *down]],
-            "V: the first and the last together": [[*down, *up]],
+            "V: first and last together": [[*down, *up]],
             "two copies": [down, up],
         }
     )
