@@ -19,7 +19,7 @@ from pipelab.table.action import Kind
 from pipelab.table.timing import Span
 
 LANE = 0.86  # of the room between two lanes
-FONT, SMALLEST = 8.0, 5.25  # points
+FONT, SMALLEST = 8.0, 4.75  # points
 UNLIT = "#d4d4d4"
 MOST_NAMES = 16  # of devices, beside a timeline; of more every second, third, ... is named
 
