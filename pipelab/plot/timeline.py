@@ -19,7 +19,7 @@ from pipelab.table.action import Kind
 from pipelab.table.timing import Span
 
 LANE = 0.86  # of the room between two lanes
-FONT, SMALLEST = 8.0, 4.75  # points
+FONT, SMALLEST = 8.0, 5.25  # points
 UNLIT = "#d4d4d4"
 MOST_NAMES = 16  # of devices, beside a timeline; of more every second, third, ... is named
 
@@ -204,6 +204,7 @@ def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour], names: list[s
         idle(ax, top + d, t.makespan)
     boxes, widths, scale = [], [], points_per_unit(ax)
     longest, joined = 0.64 * max(map(len, names)), t.schedule.joined
+    gap = 1 if names[0][:1].isalpha() else 3  # digits alone run into each other
     for i, (span, name, colour) in enumerate(zip(spans(t), names, colours, strict=True)):
         row, kind, points = top + span.device, span.action.kind, (span.end - span.start) * scale
         low, high = row - LANE / 2, row + LANE / 2
@@ -215,8 +216,8 @@ def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour], names: list[s
         boxes.append([(a, low), (a, high), (b, high), (b, low)])
         if kind <= Kind.W:
             widths.append(points)
-            # Names wherever there is room for the longest one, and a gap to the next box's.
-            if name and (size := min(FONT, (points - 3) / longest)) >= SMALLEST:
+            # Names wherever there is room for the longest one.
+            if name and (size := min(FONT, (points - gap) / longest)) >= SMALLEST:
                 middle = (low + high) / 2
                 style.label(ax, (a + b) / 2, middle, name, size, colour, va="center_baseline")
         elif kind is Kind.U and points < 2:
