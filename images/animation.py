@@ -30,7 +30,7 @@ from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Kind
 from pipelab.table.timing import Span
 
-HOLD = 1 / 8  # of the frames show the end
+HOLD = 1 / 4  # of the frames show the end
 LEFT, RIGHT = 1.02, 1.4  # where the columns beside the lanes begin and end, in widths of the Axes
 
 
@@ -46,7 +46,7 @@ def animation(
 
     Those that run have a dark outline. To the right of each lane stand what the device does and how
     many micro-batches it has in flight: forwards started whose backward has not ended (of a chunk
-    each, where a device has several). A loop lasts `seconds`; the last eighth of its frames shows
+    each, where a device has several). A loop lasts `seconds`; the last quarter of its frames shows
     the end. With `ax` given, leave a third of the figure's width free on its right.
     Raises ValueError for fewer than 2 frames, or seconds that are not positive.
 

@@ -32,7 +32,7 @@ def layers(
             f"{len(counts)} stages, but {len(placement)} have a device: give each stage one"
         )
     devices, total = max(placement) + 1, sum(counts)
-    ax = style.axes(ax, height=0.8 + 0.75 * devices)
+    ax = style.axes(ax, 6, 0.8 + 0.75 * devices)
     stage_of = np.repeat(np.arange(len(counts)), counts)
     row = [placement[s] for s in stage_of]
     chunk = [placement[:s].count(d) for s, d in enumerate(placement)]
@@ -69,7 +69,7 @@ def paths(items: dict[str, list[list[int]]]) -> Axes:
     _, row = plt.subplots(
         1,
         len(items),
-        figsize=(10, 0.7 + 0.5 * devices),
+        figsize=(6, 0.7 + 0.4 * devices),
         width_ratios=widths,
         sharey=True,
         layout="constrained",
@@ -100,7 +100,7 @@ def microbatches(samples: int, count: int, ax: Axes | None = None) -> Axes:
         raise ValueError(
             f"{count} micro-batches of {samples} samples: a micro-batch needs at least one sample"
         )
-    ax = style.axes(ax, height=2.4)
+    ax = style.axes(ax, 6, 2)
     gap = 0.8
     ax.text(-0.4, 0.5, "mini-batch", ha="right", va="center", fontsize=10)
     ax.text(-0.4, 2.7, "micro-batches", ha="right", va="center", fontsize=10)

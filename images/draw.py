@@ -182,10 +182,10 @@ def gpipe_microbatches() -> Axes:
 
 @picture("gpipe.gif")
 def gpipe() -> FuncAnimation:
-    """Animation of GPipe on four devices: four micro-batches fill the pipeline, come back, and
+    """Animation of GPipe on four devices: eight micro-batches fill the pipeline, come back, and
     all devices update.
     """
-    return animation(simulate(make("gpipe", 4, 4), Costs(update=1)), title="GPipe")
+    return animation(simulate(make("gpipe", 4, 8), Costs(update=1)), title="GPipe")
 
 
 # ---- PipeDream
@@ -300,8 +300,8 @@ def max_pooling() -> Axes:
 
 @picture("partition.png")
 def partition() -> Axes:
-    """VGG-16's sixteen layers on four devices: four layers each leave one device nearly idle;
-    balanced times are shorter.
+    """VGG-16's sixteen layers on four devices: four layers each leave the last device 89 % idle;
+    balanced times make the longest bar shorter.
     """
     items = {}
     for words, method in (("equal counts", "uniform"), ("balanced times", "time")):
@@ -311,7 +311,7 @@ def partition() -> Axes:
         words += f"8 images by GPipe take {t.makespan:.0f}"
         items[words] = found
     unit = "forward and backward of one image, billions of multiply-adds"
-    return plots.partition(items, unit=unit, scale=1)
+    return plots.partition(items, style.axes(None, 8, 4.8), unit=unit, scale=1)
 
 
 @picture("workflow.png")
@@ -382,7 +382,7 @@ def placements() -> Axes:
     return paths(
         {
             "loop: two chunks a device": [[*down, *down]],
-            "V: the first and the last together": [[*down, *up]],
+            "V: first and last together": [[*down, *up]],
             "two copies": [down, up],
         }
     )

@@ -50,13 +50,17 @@ def digest(lines: list[str]) -> str:
     return sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def save(drawn: Drawn, path: Path, alt: str, dpi: float = 120) -> None:
-    """Write a PNG or, of an animation, a GIF; its comment is the alt text and the digest."""
+def save(drawn: Drawn, path: Path, alt: str) -> None:
+    """Write a PNG or, of an animation, a GIF; its comment is the alt text and the digest.
+
+    A narrow figure has more dots to an inch: its words stay legible on a phone.
+    """
     comment = f"{alt} [{digest(contents(drawn))}]"
     if isinstance(drawn, FuncAnimation):
         drawn.save(str(path), Gif(comment, milliseconds(drawn)))
     else:
         figure = cast(Figure, drawn.get_figure(root=True))
+        dpi = max(120, 900 / figure.get_size_inches()[0])
         figure.savefig(path, dpi=dpi, metadata={"Software": None, "comment": comment})
 
 

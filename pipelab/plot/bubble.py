@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -35,7 +35,7 @@ def bubble(
 ) -> Axes:
     """The bubble of the named schedules while one size varies.
 
-    Dots are simulated; curves are the closed form, at every size between the values. `definition`
+    Dots are simulated; curves are the closed form, between the values, too. `definition`
     is one of of_total, over_ideal and of_span; the axis names it. The model stays the same when
     `virtual` varies: its work is divided among the chunks. The closed form is left out for a
     schedule that `theory` does not have, and where it does not hold. An eighth schedule and later
@@ -60,18 +60,17 @@ def bubble(
                 continue
             simulated.append(getattr(timeline.bubble, definition))
         made = [x for x, y in zip(values, simulated, strict=True) if not math.isnan(y)]
-        formula, words = {}, ""
+        line, words = [], ""
         if theory and made:
             between = range(min(made), max(made) + 1)
-            formula = _closed_form(theory, between, sizes, over, definition)
-        if theory and formula:
+            line = _closed_form(theory, between, sizes, over, definition)
+        if theory and line:
             words = theory.bubble if definition == "over_ideal" else theory.share
         label = f"{name}: {words}".rstrip(": ") if many else f"{name}, simulated"
         ax.plot(values, simulated, mark, color=colour, ms=4.5, label=label, zorder=3)
         if words:
-            line = list(formula), list(formula.values())
             label = "_" if many else f"closed form: {words}"
-            ax.plot(*line, color=colour, lw=1.2, alpha=0.7, label=label)
+            ax.plot(*zip(*line, strict=True), color=colour, lw=1.2, alpha=0.7, label=label)
     ax.set_xlabel(LABELS[over])
     ax.set_ylabel(DEFINITIONS[definition])
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -85,12 +84,15 @@ def bubble(
 
 
 def _closed_form(
-    theory: Theory, values: Iterable[int], sizes: dict[str, int], over: str, definition: str
-) -> dict[int, float]:
-    """By value, the bubble where the formula holds."""
-    found = {}
-    for value in values:
+    theory: Theory, values: range, sizes: dict[str, Any], over: str, definition: str
+) -> list[tuple[float, float]]:
+    """Values with the bubble, where the formula holds; where it always does, also in between."""
+
+    def at(value: float) -> tuple[Any, Any, Any]:
         m, p, v = (sizes | {over: value}).values()
-        if theory.holds(p, m, v):
-            found[value] = getattr(theory, definition)(p, m, v, 1)
-    return found
+        return p, m, v
+
+    found: list[float] = [value for value in values if theory.holds(*at(value))]
+    if over != "devices" and len(found) == len(values):  # some formulas ask if p is odd
+        found = [x / 8 for x in range(8 * values[0], 8 * values[-1] + 1)]
+    return [(value, getattr(theory, definition)(*at(value), 1)) for value in found]

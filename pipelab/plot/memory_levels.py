@@ -1,10 +1,12 @@
 """Memory: bytes over time on one device, and the peaks of all devices, stacked by cause."""
 
 from operator import add
+from typing import Any
 
 from matplotlib.axes import Axes
 
 from pipelab.plot import style
+from pipelab.plot.timeline import LANE
 from pipelab.predict.memory import MEMORY_CAUSES, Memory
 from pipelab.predict.timeline import scale_of
 
@@ -35,37 +37,30 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
 
 
 def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
-    """Bars of what fills every device at its peak, by cause; several memories side by side."""
-    devices = range(max(m.devices for m in items.values()))
-    crowded = len(devices) * len(items) > 24
-    ax = style.axes(ax, width=max(7, 0.12 * len(devices) * len(items)), height=2.8)
+    """Bars of what fills every device at its peak, by cause: a row a memory, device 0 on top."""
+    devices = max(m.devices for m in items.values())
+    every = 1 + devices // 12  # of many bars every second, third, ... is named
+    ax = style.axes(ax, 7, 0.8 + 0.15 * len(items) * (devices // every + 2))
     largest = max(max(m.peak()) for m in items.values())
     factor, unit = scale_of(largest, style.BYTES)
-    upright = len(items) > 2  # names of many bars have no room side by side
-    width = 0.8 / len(items)
-    labelled = set()
-    for j, (name, m) in enumerate(items.items()):
-        x = [d + (j - (len(items) - 1) / 2) * width for d in range(m.devices)]
+    thick = LANE / devices
+    named: dict[str, Any] = {}
+    for row, m in enumerate(items.values()):
+        y = [row + (d + 0.5) * thick - LANE / 2 for d in range(m.devices)]
         held = [m.at_peak(d) for d in range(m.devices)]
-        bottom = [0.0] * m.devices
+        left = [0.0] * m.devices
         for cause in MEMORY_CAUSES:
-            height = [of_device[cause] / factor for of_device in held]
-            bars = ax.bar(x, height, width * 0.9, bottom, color=style.MEMORY_CAUSES[cause])
-            if any(height) and cause not in labelled:
+            width = [of_device[cause] / factor for of_device in held]
+            bars = ax.barh(y, width, thick * 0.9, left, color=style.MEMORY_CAUSES[cause])
+            if any(width):
                 bars.set_label(cause)
-                labelled.add(cause)
-            bottom = [*map(add, bottom, height)]
-        if len(items) > 1:
-            turn = 90 if upright else 0
-            # Of many bars the first on device 0, the second on device 1, ...: there is room.
-            names = [name if not crowded or d == j % m.devices else "" for d in range(m.devices)]
-            ax.bar_label(bars, names, padding=2, fontsize=7, rotation=turn)
-    if crowded or len(devices) > 12:  # numbers alone; bars stand in the order of the first names
-        ax.set_xticks(devices, [str(d) for d in devices], fontsize=7)
-        ax.set_xlabel("device")
-    else:
-        ax.set_xticks(devices, [f"device {d}" for d in devices])
-    ax.set_ylabel(f"{unit} at the peak")
-    ax.set_ylim(0, largest / factor * (1.4 if upright else 1.15) or 1)
-    style.legend(ax)
+                named[cause] = bars
+            left = [*map(add, left, width)]
+        names = ["" if d % every else f"device {d}" for d in range(m.devices)]
+        ax.bar_label(bars, names, padding=3, fontsize=7, color=style.GREY)
+    style.lanes(ax, range(len(items)), [*items])
+    ax.set_ylim(len(items) - 0.5, -0.5)
+    ax.set_xlim(0, largest / factor * 1.12 or 1)
+    ax.set_xlabel(f"{unit} at the peak")
+    style.legend(ax, [named[cause] for cause in MEMORY_CAUSES if cause in named])
     return ax

@@ -13,13 +13,14 @@ from matplotlib.patches import Patch, Rectangle
 
 from pipelab.plot import style
 from pipelab.plot.style import RGB, Colour
-from pipelab.predict.palette import chunks_of, kinds_of
+from pipelab.predict.palette import kinds_of, lighter
 from pipelab.predict.timeline import SECONDS, Timeline, scale_of
 from pipelab.table.action import Kind
 from pipelab.table.timing import Span
 
 LANE = 0.86  # of the room between two lanes
-FONT, SMALLEST = 8.0, 4.5  # points
+FONT, SMALLEST = 8.0, 5.25  # points
+UNLIT = "#d4d4d4"
 MOST_NAMES = 16  # of devices, beside a timeline; of more every second, third, ... is named
 
 
@@ -32,9 +33,9 @@ def timeline(
 ) -> Axes:
     """One timeline: blue forwards, green backwards; the numbers are micro-batches.
 
-    A later chunk of the model has a lighter shade; an update too short to be seen is a line under
-    a triangle. `by_version` colours actions by the weight version that they read and names them,
-    such as F3. `t.summary()` says the same in words.
+    A later chunk of the model, or its other copy, has a lighter shade; an update too short to be
+    seen is a line under a triangle. `by_version` colours actions by the weight version that they
+    read and names them, such as F3. `t.summary()` says the same in words.
     """
     ax = style.axes(ax, height=0.9 + 0.38 * t.schedule.devices)
     _draw(ax, {"": t}, by_version)
@@ -46,8 +47,16 @@ def timeline(
     return ax
 
 
-def timelines(items: dict[str, Timeline], ax: Axes | None = None, *, title: str = "") -> Axes:
+def timelines(
+    items: dict[str, Timeline],
+    ax: Axes | None = None,
+    *,
+    title: str = "",
+    lit: int | None = None,
+) -> Axes:
     """Several timelines on one time axis, one above the other; each starts at its own zero.
+
+    With `lit` only this micro-batch has its colours; the others are grey.
 
     >>> from pipelab import make, simulate
     >>> t = simulate(make("gpipe", 2, 2))
@@ -55,7 +64,7 @@ def timelines(items: dict[str, Timeline], ax: Axes | None = None, *, title: str 
     """
     lanes = sum(t.schedule.devices + 1 for t in items.values())
     ax = style.axes(ax, height=0.7 + 0.36 * lanes)
-    _draw(ax, items)
+    _draw(ax, items, lit=lit)
     style.title(ax, title)
     return ax
 
@@ -107,7 +116,9 @@ def points_per_unit(ax: Axes) -> float:
 # ---- the parts of a timeline
 
 
-def _draw(ax: Axes, items: Mapping[str, Timeline], by_version: bool = False) -> None:
+def _draw(
+    ax: Axes, items: Mapping[str, Timeline], by_version: bool = False, lit: int | None = None
+) -> None:
     """All of the picture but its title."""
     longest = max(t.makespan for t in items.values())
     factor, unit = 1.0, ""
@@ -128,18 +139,20 @@ def _draw(ax: Axes, items: Mapping[str, Timeline], by_version: bool = False) -> 
         top += t.schedule.devices + 1
     ax.set_ylim(top - 1.45, -1.1 if next(iter(items)) else -0.55)  # room for the first name
     style.lanes(ax, ticks, names, FONT)
-    handles = _version_legend(items.values()) if by_version else _kind_legend(items.values())
+    legend = _version_legend if by_version else _kind_legend
+    handles = legend(items.values())
+    if lit is not None:
+        handles.append(Patch(color=UNLIT, label="other micro-batches"))
     style.legend(ax, handles, FONT, handlelength=1.2, columnspacing=1.2)
     for top, t in zip(tops, items.values(), strict=True):
-        colours, names = _by_version(t) if by_version else _by_kind(t)
+        colours, names = _by_version(t) if by_version else _by_kind(t, lit)
         _lanes(ax, t, top, colours, names)
 
 
 def _kind_legend(items: Collection[Timeline]) -> list[Artist]:
     handles = [_handle(kind, items) for kind in kinds_of(items)]
-    if (chunks := chunks_of(items)) > 1:
-        shade = style.lighter(style.KINDS[Kind.F], 0.55)
-        handles.append(Patch(color=shade, label=f"lighter: later chunk of {chunks}"))
+    if words := lighter(items):
+        handles.append(Patch(color=style.lighter(style.KINDS[Kind.F], 0.55), label=words))
     handles.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
     return handles
 
@@ -153,11 +166,16 @@ def _handle(kind: Kind, items: Collection[Timeline]) -> Artist:
     return Patch(**look)
 
 
-def _by_kind(t: Timeline) -> tuple[list[Colour], list[str]]:
+def _by_kind(t: Timeline, lit: int | None) -> tuple[list[Colour], list[str]]:
     """Colours and names of all actions."""
     sizes = t.schedule.devices, t.schedule.stages
-    colours = [style.colour_of(kind, stage, *sizes) for stage, kind, _ in t.schedule.actions]
-    return [*colours], [str(action.microbatch) for action in t.schedule.actions]
+    colours: list[Colour] = []
+    names = []
+    for stage, kind, k in t.schedule.actions:
+        shown = lit in (None, k) or kind is Kind.U
+        colours.append(style.colour_of(kind, stage, *sizes) if shown else UNLIT)
+        names.append(str(k) if shown else "")
+    return colours, names
 
 
 def _by_version(t: Timeline) -> tuple[list[Colour], list[str]]:
@@ -185,7 +203,8 @@ def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour], names: list[s
     for d in range(t.schedule.devices):
         idle(ax, top + d, t.makespan)
     boxes, widths, scale = [], [], points_per_unit(ax)
-    longest, joined = 0.68 * max(map(len, names)), t.schedule.joined
+    longest, joined = 0.64 * max(map(len, names)), t.schedule.joined
+    gap = 1 if names[0][:1].isalpha() else 3  # digits alone run into each other
     for i, (span, name, colour) in enumerate(zip(spans(t), names, colours, strict=True)):
         row, kind, points = top + span.device, span.action.kind, (span.end - span.start) * scale
         low, high = row - LANE / 2, row + LANE / 2
@@ -198,7 +217,7 @@ def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour], names: list[s
         if kind <= Kind.W:
             widths.append(points)
             # Names wherever there is room for the longest one.
-            if (size := min(FONT, points / longest)) >= SMALLEST:
+            if name and (size := min(FONT, (points - gap) / longest)) >= SMALLEST:
                 middle = (low + high) / 2
                 style.label(ax, (a + b) / 2, middle, name, size, colour, va="center_baseline")
         elif kind is Kind.U and points < 2:

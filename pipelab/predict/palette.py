@@ -58,7 +58,7 @@ def with_white(colour: RGB, share: float) -> RGB:
 
 
 def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> RGB:
-    """The kind's colour, lighter for a later chunk of the model."""
+    """The kind's colour, lighter for a later chunk of the model, or its other copy."""
     chunks = -(-stages // devices)
     return with_white(from_hex(KINDS[kind]), 0.55 * (stage // devices) / max(chunks - 1, 1))
 
@@ -77,9 +77,18 @@ def box_colours(kind: Kind, stage: int, devices: int, stages: int) -> list[str]:
     return [to_hex(colour), readable_on(colour)]
 
 
-def chunks_of(items: Collection[Timeline]) -> int:
-    """The most chunks of the model on a device."""
-    return max(-(-t.schedule.stages // t.schedule.devices) for t in items)
+def chunks_of(t: Timeline) -> int:
+    """The most stages on a device: chunks of the model, or its copies."""
+    return -(-t.schedule.stages // t.schedule.devices)
+
+
+def lighter(items: Collection[Timeline]) -> str:
+    """What a legend says of lighter boxes; nothing where there are none."""
+    chunks = max((chunks_of(t) for t in items if t.schedule.copies == 1), default=1)
+    means = [f"later chunk of {chunks}"] if chunks > 1 else []
+    if any(t.schedule.copies > 1 for t in items):
+        means.append("the other copy")
+    return f"lighter: {' or '.join(means)}" if means else ""
 
 
 def kinds_of(items: Collection[Timeline]) -> list[Kind]:

@@ -41,7 +41,6 @@ def drawing(items: Sequence[Shown]) -> dict[str, Any]:
     shown = [cause for cause in MEMORY_CAUSES if cause in filled]
     peaks = [m.peak() for _, m, _ in items]
     numbers = [_numbers(*item, peak, shown) for item, peak in zip(items, peaks, strict=True)]
-    chunks = palette.chunks_of(timelines)
     return {
         "end": max(t.makespan for t in timelines),
         "memory": max(map(max, peaks)),
@@ -49,7 +48,7 @@ def drawing(items: Sequence[Shown]) -> dict[str, Any]:
         "letters": [kind.name for kind in Kind],
         "names": [palette.NAMES.get(kind, "") for kind in Kind],
         "legend": palette.legend(palette.kinds_of(timelines)),
-        "lighter": f"lighter: later of {chunks} chunks" if chunks > 1 else "",
+        "lighter": palette.lighter(timelines),
         "causes": [[cause, palette.MEMORY_CAUSES[cause]] for cause in shown],
         "numbers": [
             [label, hints.get(label, ""), *(n[label] for n in numbers)] for label in numbers[0]
@@ -67,7 +66,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     cause   for which of its input and the action before it in the row it waited: the index of the
             one that came last, BOTH, or -1
     """
-    s, chunks = t.schedule, palette.chunks_of([t])
+    s, chunks = t.schedule, palette.chunks_of(t)
     rounding = 1e-9 * t.makespan
     source, taker, before = (
         [-1 if i is None else i for i in around] for around in (s.inputs, s.takers, t.before)

@@ -11,6 +11,7 @@ from pipelab.predict.palette import (
     from_hex,
     kinds_of,
     legend,
+    lighter,
     readable_on,
     to_hex,
     with_white,
@@ -61,7 +62,15 @@ def test_kinds_and_chunks_of_several_timelines():
     split = simulate(make("zb_v", 2, 4))
     assert kinds_of([flush]) == [Kind.F, Kind.B, Kind.U]
     assert {*kinds_of([flush, split])} == {Kind.F, Kind.B, Kind.I, Kind.W, Kind.U}
-    assert (chunks_of([flush]), chunks_of([flush, split])) == (1, 2)
+    assert (chunks_of(flush), chunks_of(split)) == (1, 2)
+
+
+def test_a_legend_says_what_lighter_boxes_are():
+    plain, chunks, copies = (simulate(make(name, 2, 4)) for name in ("gpipe", "zb_v", "chimera"))
+    assert lighter([plain]) == ""
+    assert lighter([plain, chunks]) == "lighter: later chunk of 2"
+    assert lighter([copies]) == "lighter: the other copy"
+    assert lighter([copies, chunks]) == "lighter: later chunk of 2 or the other copy"
 
 
 def test_a_legend_names_what_is_drawn():

@@ -13,6 +13,7 @@ from pipelab.plot.timeline import bar, idle
 from pipelab.table.action import Kind
 
 SLOWEST, OTHERS = style.lighter(style.ORANGE, 0.2), style.lighter(style.BLUE, 0.3)
+ENTRIES = "slowest stage", "other stages", "all-reduce", "idle", "pace: the slowest stage or link"
 PACE: dict[str, Any] = {"color": "black", "lw": 1.4}
 
 
@@ -25,10 +26,10 @@ def partition(
 ) -> Axes:
     """The time of each stage, a box per layer, for one partition or several by name.
 
-    A layer that r devices share takes an r-th of its time. Numbers count layers in the order of the
-    stages, from 0. The dashed line is the pace of the pipeline, that of its slowest stage or link;
-    what is hatched in front of it is idle in every micro-batch. Times are `scale` times seconds, in
-    `unit`.
+    Boxes of the slowest stage are orange, those of others blue. A layer that r devices share takes
+    an r-th of its time. Numbers count layers in the order of the stages, from 0. The dashed line is
+    the pace of the pipeline, that of its slowest stage or link; what is hatched in front of it is
+    idle in every micro-batch. Times are `scale` times seconds, in `unit`.
     """
     if isinstance(items, Partition):
         items = {"": items}
@@ -40,10 +41,10 @@ def partition(
     # To the right of the bars are words.
     ax.set_xlim(0, longest * 1.3)
     row, ticks, names = 0, [], []
-    entries: dict[str, Artist] = {}  # of the legend: of what is there
+    entries: dict[str, Artist] = {}  # by name: what there is of the legend's
     for name, found in items.items():
         pace = scale * found.bottleneck
-        ax.plot([pace] * 2, [row - 0.5, row + len(found.stages) - 0.5], "--", **PACE)
+        ax.plot([pace] * 2, [row - 0.45, row + len(found.stages) - 0.5], "--", **PACE)
         look: dict[str, Any] = {"fontsize": 9, "fontweight": "bold", "parse_math": False}
         ax.text(0, row - 0.55, name, va="bottom", **look)
         first = 0
@@ -64,10 +65,10 @@ def partition(
     style.lanes(ax, ticks, names)
     ax.set_ylim(row - 1.45, -1.1 if next(iter(items)) else -0.6)  # room for the first name
     ax.set_xlabel(unit)
-    entries["pace: the slowest stage or link"] = ax.lines[0]
+    entries[ENTRIES[-1]] = ax.lines[0]
     for label, artist in entries.items():
         artist.set_label(label)
-    style.legend(ax, [*entries.values()])
+    style.legend(ax, [entries[name] for name in ENTRIES if name in entries], 9)
     return ax
 
 
@@ -81,7 +82,7 @@ def _stage(
     for number, i in enumerate(stage.layers, first):
         width = scale * found.profile.layers[i].time / stage.replicas
         box = bar(ax, row, left, left + width, colour, lw=0.8)
-        entries["layers of the slowest stage" if slowest else "of the others"] = box
+        entries["slowest stage" if slowest else "other stages"] = box
         # Numbers that do not fit would cover each other.
         if width > ax.get_xlim()[1] * 0.025:
             style.label(ax, left + width / 2, row, str(number), 9, colour)
