@@ -45,7 +45,7 @@ function names({ rows, bottom }) {
     <g class="devices">${rows.map(name).join("")}</g>`;
 }
 
-function drawCell({ what, from, until, text, colours, critical }, { y, lane, thin }, { x, scale }, hatch) {
+function drawCell({ what, from, until, text, colours, critical, over }, { y, lane, thin }, { x, scale }, hatch) {
   const left = x(from), w = (until - from) * scale;
   if (what === "gap") return `<path fill="url(#${hatch})" d="${box(left, y, w, lane)}"/>`;
   if (what === "end") return "";
@@ -56,7 +56,7 @@ function drawCell({ what, from, until, text, colours, critical }, { y, lane, thi
   const size = Math.min(13, lane * 0.7, (w - 3) / (0.58 * text.length)), ink = `font-size:${round(size)}px;fill:${colours[1]}`;
   const shown = size >= 6 ? label(left + w / 2, y + lane / 2, text, ink) : "";
   const area = `x="${round(left + 0.75)}" y="${y}" width="${round(Math.max(w - 1.5, 0.5))}" height="${lane}" rx="2"`;
-  return `<g class="${what} ${critical ? "critical" : ""}"><rect ${area} fill="${colours[0]}"/>${shown}</g>`;
+  return `<g class="${what} ${critical ? "critical" : ""} ${over ? "over" : ""}"><rect ${area} fill="${colours[0]}"/>${shown}</g>`;
 }
 
 // What a device holds over time, below its lane, and the cap over it.
@@ -224,7 +224,7 @@ function render({ model, el }) {
     about.classList.toggle("near", near && cell.what !== "end");
     const from = scroller.scrollLeft, shown = scroller.clientWidth;
     if (left < from + LEFT) scroller.scrollLeft = left - LEFT - 20;
-    else if (left + w > from + shown - 20) scroller.scrollLeft = left + w - shown + 60;
+    else if (left + w > from + shown - 20) scroller.scrollLeft = left + w - shown + RIGHT;
     if (near) standBeside(about, picture, layer.cursor.firstChild.getBoundingClientRect());
   }
 
@@ -415,7 +415,7 @@ function render({ model, el }) {
     const others = [entry("idle", { className: "hatched" }), entry("held for a backward", { className: "holds" })];
     legend.replaceChildren(...kinds, ...others);
     table.replaceChildren(...view.numbers.map(([name, hint, value, beside]) => html("tr", { title: hint },
-      html("th", { scope: "row", textContent: name }), html("td", {}, value || "–"), html("td", {}, beside))));
+      html("th", { scope: "row", textContent: name, title: hint }), html("td", {}, value || "–"), html("td", {}, beside))));
     const best = view.rows.flatMap(({ left }) => left).find(({ state }) => state === "best");
     step.textContent = best ? `Step: ${best.action}` : "Step";
     undo.disabled = !view.undo;

@@ -182,19 +182,19 @@ function widthOf(drawing, room) {
   return Math.round(room + (right - LEFT) * (times - 1));
 }
 
-function frame({ items, rows, lane, strip, right, bottom, x }, { end, memory }) {
+function frame({ strip, right, bottom, x }, { end, memory }) {
   const times = ticks(end, right - LEFT), below = bottom + AXIS / 2;
   const marked = times.filter((time) => !memory || x(time) < right - 14); // the column of peaks has its own word
   const grid = times.map((time) => `M${round(x(time)) + 0.5} ${TOP - 2}V${bottom}`).join("");
   return `<path class="grid" d="${grid}"/>
     <g class="times">${marked.map((time) => label(x(time), below, number(time))).join("")}</g>
-    <g class="peaks">${memory && strip > 9 ? label(right + 6, below, "peak") : ""}</g>
-    <g class="heads">${items.length > 1 ? items.map((t) => label(LEFT, t.heading, t.name)).join("") : ""}</g>`;
+    <g class="peaks">${memory && strip > 9 ? label(right + 6, below, "peak") : ""}</g>`;
 }
 
-// The names of the rows.
-const names = ({ rows, lane, bottom }) => `<rect class="paper" width="${LEFT - 4}" height="${bottom}"/>
-  <g class="devices">${rows.map((row) => label(LEFT - 8, row.y + lane / 2, `device ${row.device}`)).join("")}</g>`;
+// Names of rows and timelines.
+const names = ({ items, rows, lane, bottom }) => `<rect class="paper" width="${LEFT - 4}" height="${bottom}"/>
+  <g class="devices">${rows.map((row) => label(LEFT - 8, row.y + lane / 2, `device ${row.device}`)).join("")}</g>
+  <g class="heads">${items.length > 1 ? items.map((t) => label(LEFT, t.heading, t.name)).join("") : ""}</g>`;
 
 // ---- an action in words
 
@@ -284,7 +284,7 @@ function render({ model, el }) {
     if (drawing.lighter) legend.append(html("span", {}, drawing.lighter));
     if (drawing.memory) legend.append(html("b", { textContent: "memory" }), ...drawing.causes.map(entry));
     const rows = drawing.numbers.map(([name, hint, ...values]) => html("tr", { title: hint, className: hint ? "" : "part" },
-      html("th", { scope: "row", textContent: name }), ...values.map((value) => html("td", {}, value))));
+      html("th", { scope: "row", textContent: name, title: hint }), ...values.map((value) => html("td", {}, value))));
     const names = drawing.timelines.map((t) => html("th", { scope: "col", textContent: t.name }));
     table.replaceChildren(...(names.length > 1 ? [html("tr", {}, html("td"), ...names)] : []), ...rows);
     svg.ariaLabel = drawing.timelines.map((t) => t.summary).join(" Compared with: ");

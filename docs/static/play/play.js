@@ -185,7 +185,7 @@ async function show(node, number) {
     note.hidden = !why && !loading && !working;
     note.classList.toggle("late", working); // seen only when it takes its time
     const runs = python.waiting.size > 1 ? "Something else on this page still runs …" : "Computing …";
-    const doing = working ? [runs, make("progress"), stop] : ["Python is starting; it will do what you do now …", make("progress")];
+    const doing = working ? [runs, make("progress"), stop] : ["Python is starting; your input is kept …", make("progress")];
     note.replaceChildren(...(why ? [why] : doing));
   };
   let touched = false;
@@ -371,11 +371,11 @@ const LATE = "This still runs. If a loop has no end, press Stop: that ends Pytho
 
 // Words wrap; the lines of a table stay whole, and scroll.
 function spaced(text) {
-  const lines = text.split("\n"), isRow = (line) => /^\s*(\d+[A-Z]|[.>] )/.test(line);
+  const lines = text.split("\n"), isRow = (line) => line.trim().split(/\s+/).every((cell) => /^(\.|>?\d+[A-Z]\d.*)$/.test(cell));
   const first = lines.findIndex(isRow), last = lines.findLastIndex(isRow) + 1;
   if (first < 0) return [text];
   const pieces = [lines.slice(0, first), lines.slice(first, last), lines.slice(last)].map((part) => part.join("\n"));
-  return [pieces[0], make("div", { className: "table" }, pieces[1]), pieces[2]];
+  return [pieces[0], make("div", { className: "unwrapped" }, pieces[1]), pieces[2]];
 }
 
 function exercise(node) {
