@@ -37,14 +37,14 @@ def answer(self, k, dy):
 """,
         ],
         "wrong": {
-            INPUT_GRADIENT.replace("dy = dy * positive", "pass"): "nothing goes back",
+            INPUT_GRADIENT.replace("dy = dy * positive", "pass"): "passes no gradient back",
             INPUT_GRADIENT.replace("dy @ w", "dy @ w.T"): "gradient of micro-batch 1 is wrong",
-            INPUT_GRADIENT.replace(".pop(k)", "[k]"): "kept for ever",
+            INPUT_GRADIENT.replace(".pop(k)", "[k]"): "its memory is never freed",
             INPUT_GRADIENT.replace("self.for_W[k].append((dy, x))", "pass"): "a pair (dy, x)",
             INPUT_GRADIENT.replace("(dy, x)", "(dy, positive)"): "cannot be judged",
             INPUT_GRADIENT.replace("self.for_W[k].append", "self.for_W[k].insert").replace(
                 "((dy, x))", "(0, (dy, x))"
-            ): "the last one first",
+            ): "the last layer first",
             "answer = 3": "is not a function",
         },
     },
@@ -53,8 +53,8 @@ def answer(self, k, dy):
         "wrong": {
             "answer = 8": "keeps less than one that waits for I",
             "answer = 1": "That is 1F1B",
-            "answer = 8 * 0.2807": "that one is whole",
-            "answer = 7 * 0.2807": "And the one that is before its I",
+            "answer = 8 * 0.2807": "it keeps everything",
+            "answer = 7 * 0.2807": "One more has not had its I",
             "answer = 1 + 7 / 0.2807": "Which is larger",
         },
     },
@@ -66,10 +66,10 @@ def answer(self, k, dy):
             "answer = lambda w, b, g, lr, mu: [w + lr * b, (b - g) / mu]",
         ],
         "wrong": {
-            "answer = lambda w, b, g, lr, mu: (w + lr * g, (b - g) / mu)": "not the gradient alone",
+            "answer = lambda w, b, g, lr, mu: (w + lr * g, (b - g) / mu)": "not lr times the gradient",
             "answer = lambda w, b, g, lr, mu: (w + lr * (b - g) / mu, (b - g) / mu)": "as it is now",
-            "answer = lambda w, b, g, lr, mu: (w + lr * b, b - g)": "was multiplied by mu",
-            "answer = lambda w, b, g, lr, mu: (w - lr * (mu * b + g), mu * b + g)": "step forwards",
+            "answer = lambda w, b, g, lr, mu: (w + lr * b, b - g)": "multiplied the old buffer by mu",
+            "answer = lambda w, b, g, lr, mu: (w - lr * (mu * b + g), mu * b + g)": "takes another step",
             "answer = lambda w, b, g, lr, mu: w + lr * b": "right is",
             "answer = 3": "is not a function",
         },
