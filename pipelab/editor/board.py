@@ -99,7 +99,7 @@ def _cells(
                 cells.append(_gap(running, device, i, tell))
             about = f"{_name(action)} on device {device}, from {start:g} to {end:g}."
             if action in path:
-                about += " It is on the critical path: were it shorter, the table would be."
+                about += " It is on the critical path: if it took less time, so would the table."
             if action in over:
                 about += f" It is over the cap: {draft.over_cap}."
             marks = {"critical": action in path, "over": action in over}

@@ -251,7 +251,7 @@ def placed(task, *actions):
         (Task(2, 2), "0F0", "0F0", "0F0 is placed already, on device 0"),
         (Task(2, 2), "", "2F0", "2F0 is not in this table, which has 0F0 to 1B1"),
         (Task(2, 2), "", "0F2", "0F2 is not in this table, which has 0F0 to 1B1"),
-        (Task(2, 2), "", "0U0", "a single update follows by itself"),
+        (Task(2, 2), "", "0U0", "a single update places itself"),
         (
             Task(2, 2),
             "",
@@ -276,8 +276,8 @@ def placed(task, *actions):
             Task(2, 2, virtual=2, cap=(2, 2)),
             "0F0",
             "0F1",
-            "0F1 would leave no room: no micro-batch could go on to its last stage and back any "
-            "more within the cap",
+            "0F1 cannot be used here: within the cap, no micro-batch could then reach its last "
+            "stage and come back",
         ),
     ],
 )
@@ -296,20 +296,20 @@ def test_a_gap_that_ends_too_soon_is_refused_with_the_time():
 
 def test_an_insertion_that_would_deadlock_is_refused_with_the_cycle():
     draft = placed(Task(2, 2), "0F0", "0F1", "1F1", "1B1", "0B1", "1F0")
-    with pytest.raises(Refused, match="deadlock: device 0 holds at 0B0 until 1B0 on device 1"):
+    with pytest.raises(Refused, match="deadlock: device 0 waits at 0B0 for 1B0 on device 1"):
         draft.place("1B0").place("0B0", 1)
 
 
 def test_a_free_table_explains_its_deadlock():
     task = Task(2, 2)
     draft = read(task, "0F0 0B0 0F1 0B1 ~ 1F1 1F0 1B1 1B0")
-    assert draft.problem.startswith("deadlock: device 0 holds at 0B0 until 1B0 on device 1; device")
+    assert draft.problem.startswith("deadlock: device 0 waits at 0B0 for 1B0 on device 1; device")
     assert str(draft.running) == "0F0~" and str(draft.settled()) != str(draft)
     with pytest.raises(ScheduleError, match="deadlock"):
         _ = draft.schedule
     with pytest.raises(Refused, match="this cannot be finished: deadlock"):
         finish(draft)
-    with pytest.raises(Refused, match="1F0 waits for what is not placed"):
+    with pytest.raises(Refused, match="1F0 waits for an action that is not placed"):
         finish(read(task, "~ 1F0"))
 
 
@@ -377,7 +377,7 @@ def test_a_block_is_stamped_over_all_micro_batches():
     one = read(task, "0F0 0B0~1F0 1B0~2F0 2B0~3F0 3B0")
     assert recognise(stamp(one)) == "This is 1F1B (PipeDream-Flush)."
     assert stamp(one, interval=12).completed.peak_in_flight == [1, 1, 1, 1]
-    with pytest.raises(Refused, match="the block of micro-batch 0 is not whole: 3B0 is missing"):
+    with pytest.raises(Refused, match="micro-batch 0 cannot be stamped: 3B0 is not placed yet"):
         stamp(one.with_row(3, one.rows[3][:1]))
     with pytest.raises(Refused, match="its cap is 2"):
         stamp(read(Task(4, 8, cap=2), str(one)))
@@ -424,12 +424,12 @@ def test_wrong_text_is_refused_in_a_line(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("devices=2&microbatches=x", "'x' is no number"),
-        ("devices=2&microbatches=2&help=9", "help= is none of"),
-        ("devices=2&microbatches=2&reads=SOON", "reads=SOON is none of"),
+        ("devices=2&microbatches=x", "'x' is not a number"),
+        ("devices=2&microbatches=2&help=9", "help= is not known: there are"),
+        ("devices=2&microbatches=2&reads=SOON", "reads=SOON: use one of"),
         ("devices=2&microbatches=0", "microbatches=0"),
-        ("devices=2", "microbatches= is missing"),
-        ("devices=2&microbatches=2&recompute=2", "recompute=2 is none of NEVER"),
+        ("devices=2", "the link has no microbatches="),
+        ("devices=2&microbatches=2&recompute=2", "recompute=2: use one of NEVER"),
         ("devices=2&microbatches=3&batches=1&per_update=2", "does not divide"),
         ("devices=2&microbatches=3&virtual=2&cap=1", "room in all 2 chunks"),
         ("devices=2&microbatches=3&cap=-1", "cap=-1: give a whole number"),
@@ -521,7 +521,7 @@ def test_a_row_that_is_not_written_yet_does_not_deadlock():
     half = read(Task(2, 3, split=True), "0F0 0F1 0F2 0I0 ~ 1F0")
     assert half.problem == ""
     rows = "0F0 0I0 0F1 0I1 0F2 0I2 ~ 1F1 1F0 1I0 1I1 1F2 1I2"  # nothing left can mend this
-    assert read(Task(2, 3, split=True), rows).problem.startswith("deadlock: device 0 holds at 0I0")
+    assert read(Task(2, 3, split=True), rows).problem.startswith("deadlock: device 0 waits at 0I0")
 
 
 @examples(25)

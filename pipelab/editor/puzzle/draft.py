@@ -160,8 +160,8 @@ class Draft:
             )
         if not draft.can_finish:
             raise Refused(
-                f"{action} would leave no room: no micro-batch could go on to its last stage and "
-                "back any more within the cap"
+                f"{action} cannot be used here: within the cap, no micro-batch could then reach "
+                "its last stage and come back"
             )
         return draft
 
@@ -171,7 +171,7 @@ class Draft:
         if action not in task.needs:
             raise ScheduleError(
                 f"{action} is not in this table, which has {min(task.needs)} to {max(task.needs)}; "
-                "a single update follows by itself"
+                "a single update places itself"
             )
         if action in self.placed:
             raise Refused(f"{action} is placed already, on device {device}")

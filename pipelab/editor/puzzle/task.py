@@ -65,7 +65,7 @@ class Task:
         object.__setattr__(self, "per_update", per_update)
         if self.size > LARGEST:  # before a table of that size is made
             raise ScheduleError(
-                f"{self.size} actions: the editor takes {LARGEST}; make a size smaller"
+                f"{self.size} actions: the editor takes {LARGEST}, so make a size smaller"
             )
         once_a_batch = self.reads is Reads.PREVIOUS and self.per_update == self.microbatches
         if self.reads is not Reads.LATEST and not once_a_batch:
@@ -79,8 +79,8 @@ class Task:
             object.__setattr__(self, "cap", tuple(caps))
             if len(self.caps) != self.devices or min(self.caps) < self.virtual:
                 raise ScheduleError(
-                    f"cap={self.cap}: give one number, or {self.devices}; a micro-batch needs room "
-                    f"in all {self.virtual} chunks"
+                    f"cap={self.cap}: give one number or {self.devices}, each {self.virtual} or "
+                    f"more: a micro-batch needs room in all {self.virtual} chunks"
                 )
         _ = self.seconds  # raises for other sizes that make no table, and for costs that do not fit
 

@@ -41,7 +41,7 @@ def answer(self, k, dy):
             INPUT_GRADIENT.replace("dy @ w", "dy @ w.T"): "gradient of micro-batch 1 is wrong",
             INPUT_GRADIENT.replace(".pop(k)", "[k]"): "its memory is never freed",
             INPUT_GRADIENT.replace("self.for_W[k].append((dy, x))", "pass"): "a pair (dy, x)",
-            INPUT_GRADIENT.replace("(dy, x)", "(dy, positive)"): "cannot be judged",
+            INPUT_GRADIENT.replace("(dy, x)", "(dy, positive)"): "cannot be checked",
             INPUT_GRADIENT.replace("self.for_W[k].append", "self.for_W[k].insert").replace(
                 "((dy, x))", "(0, (dy, x))"
             ): "the last layer first",
@@ -70,7 +70,7 @@ def answer(self, k, dy):
             "answer = lambda w, b, g, lr, mu: (w + lr * (b - g) / mu, (b - g) / mu)": "as it is now",
             "answer = lambda w, b, g, lr, mu: (w + lr * b, b - g)": "multiplied the old buffer by mu",
             "answer = lambda w, b, g, lr, mu: (w - lr * (mu * b + g), mu * b + g)": "takes another step",
-            "answer = lambda w, b, g, lr, mu: w + lr * b": "right is",
+            "answer = lambda w, b, g, lr, mu: w + lr * b": "is right",
             "answer = 3": "is not a function",
         },
     },
@@ -103,10 +103,10 @@ def answer(self, k, dy):
             '1F0 2F0 1F1 2F1 2I0 1I0 2W0 2I1 1I1 1W0 1W1 2W1\n""")',
         ],
         "wrong": {
-            f"answer = '''{V_SLOWLY}'''": "to reach: 13",
+            f"answer = '''{V_SLOWLY}'''": "must be at most 13",
             f"answer = '''{LOOP}'''": "Not yet",
             'answer = pl.make("zb_v", 2, 2)': "that is the library's zb_v",
-            f"answer = Schedule.from_grid('''{AT_ONCE}''')": "asked: 2 devices, 4 stages",
+            f"answer = Schedule.from_grid('''{AT_ONCE}''')": "asks for 2 devices, 4 stages",
             "answer = None or 13": "is not a table",
         },
     },

@@ -29,9 +29,9 @@ ANSWERS = {
             'answer = pl.make("zb", 3, 4, costs=Costs([1, 2, 1], [1, 2, 1], 1), memory=2)': (
                 "that is the library's zb"
             ),
-            'answer = pl.make("inter_layer", 3, 4).grid()': "makespan 44, to reach: 21",
-            'answer = pl.make("pipedream_flush", 3, 4).grid()': "makespan 24, to reach: 21",
-            'answer = pl.make("zb_h1", 3, 4).grid()': "3 micro-batches in flight, to reach: 2",
+            'answer = pl.make("inter_layer", 3, 4).grid()': "makespan 44, must be at most 21",
+            'answer = pl.make("pipedream_flush", 3, 4).grid()': "makespan 24, must be at most 21",
+            'answer = pl.make("zb_h1", 3, 4).grid()': "3 micro-batches in flight, must be at most 2",
             "answer = 21": "is not a table",
         },
     },
