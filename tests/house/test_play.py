@@ -41,6 +41,12 @@ def press(page, *keys):
         page.keyboard.press(key)
 
 
+def show_costs(page):
+    """Unfold the costs, which are folded on a phone."""
+    if not page.locator("[name=transfer]").is_visible():
+        page.locator(".pipelab-explorer summary").click()
+
+
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, size, address):
     page = playing("play/explorer.html", size)  # goes on to the page, what is set goes with it
@@ -48,6 +54,7 @@ def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, size, ad
     assert "python" not in page.evaluate("({ ...document.documentElement.dataset })")
     page.locator("[name=microbatches]").select_text()
     press(page, "1", "2", "Enter")
+    show_costs(page)
     page.locator("[name=transfer]").fill("0.25")
     page.locator("[name=transfer]").press("Enter")
     costs = Costs(transfer=0.25).split(2)
@@ -59,6 +66,7 @@ def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, size, ad
     again = playing(page.url.removeprefix(f"{address}/"), size)
     shows(again, "makespan", f"{simulate(table, costs).makespan:.5g}")
     assert again.locator("[name=microbatches]").input_value() == "12"
+    show_costs(again)
     again.locator("[name=forward]").fill("slow")
     again.locator("[name=forward]").press("Enter")
     expect(again.locator(".pipelab-explorer .error")).to_contain_text("forward='slow'")
