@@ -1,6 +1,7 @@
 """Tables made by hand: moves and refusals, the coach, recognition, text, and the levels' pars."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from pipelab.editor.puzzle import (
     stamp,
     why_idle,
 )
-from pipelab.editor.puzzle.link import read_task, write_task
+from pipelab.editor.puzzle.link import read_task, task_of, write_task
 from pipelab.editor.puzzle.recognise import TITLES
 from pipelab.optimize.order import bound
 from pipelab.optimize.order import search as optimum
@@ -41,10 +42,13 @@ def tasks(draw):
     batches = draw(st.integers(1, 2)) if virtual == 1 else 1
     updates = draw(st.sampled_from([0, 1])) if virtual == 1 else 0
     two_versions = not updates and draw(st.booleans())
-    caps = st.lists(st.integers(virtual, 2 * virtual), min_size=devices, max_size=devices)
+    plain = virtual == batches == 1 and not updates and not two_versions
+    slices = draw(st.integers(1, 2)) if plain else 1
+    least = virtual * slices
+    caps = st.lists(st.integers(least, 2 * least), min_size=devices, max_size=devices)
     return Task(
         devices,
-        microbatches,
+        microbatches * slices,
         virtual,
         batches,
         updates,
@@ -52,6 +56,7 @@ def tasks(draw):
         Costs(transfer=draw(st.sampled_from([0, 0.5]))),
         tuple(draw(caps)) if draw(st.booleans()) else None,
         draw(st.booleans()),
+        slices,
     )
 
 
@@ -69,7 +74,7 @@ def in_one_row(draft, action):
     updates = [] if task.by_hand else [Action(s, Kind.U, 0) for s in range(task.table.stages)]
     one = (0,) * task.table.stages
     sizes = task.microbatches, task.batches, task.per_update, task.reads
-    return Schedule("one row", [row + updates], one, *sizes)
+    return Schedule("one row", [row + updates], one, *sizes, slices=task.table.slices)
 
 
 def holds(row, task):
@@ -110,7 +115,7 @@ def test_legal_moves_lead_to_tables_and_refused_ones_are_refused_for_a_reason(ta
             elif "its cap is" in reason:
                 assert holds(row, task) > task.cap[task.device(tried)]
             elif reason:  # proved in the next test
-                assert "leave no room" in reason
+                assert "cannot be used here" in reason
             else:
                 validate(in_one_row(draft, tried))
         draft = draft.place(data.draw(st.sampled_from(ready)))
@@ -144,6 +149,7 @@ def test_room_is_left_exactly_where_some_order_can_be_finished(data):
         Task(2, 1, batches=3, cap=(2, 1)),
         Task(2, 2, batches=2, per_update=1, cap=(2, 2), split=True),
         Task(2, 1, batches=3, cap=2, reads=Reads.PREVIOUS),
+        Task(2, 6, cap=(3, 2), slices=2),
     ]
     task = data.draw(st.sampled_from(sizes))
     draft, seen = Draft.of(task), {}
@@ -357,7 +363,7 @@ def test_every_schedule_that_a_draft_can_be_is_recognised(name):
 
 
 def test_titles_are_of_schedules_that_a_draft_can_be():
-    assert set(TITLES) <= set(IN_A_LOOP)
+    assert set(TITLES) <= {*IN_A_LOOP, "terapipe", "seq1f1b"}
     for name in set(SCHEDULES) - set(IN_A_LOOP):
         table = make(name, 4, 8)
         assert table.slices or table.placement == (0, 1, 2, 3, 3, 2, 1, 0)
@@ -507,6 +513,7 @@ def test_what_the_levels_say_is_true():
     assert ragged.makespan == 11.5 and tuple(ragged.peak_in_flight) == level_of("ragged").task.cap
     assert takes(level_of("slow").task, "pipedream_flush").makespan == 28
     assert simulate(make("pipedream_flush", 3, 4)).makespan == 18  # split: in one piece
+    assert simulate(make("pipedream_flush", 3, 3)).makespan == 15  # slices: whole sequences
     less = Task(3, 6, cap=(2, 2, 1))
     assert finish(Draft.of(less)).timeline.makespan > level_of("1f1b").par
 
@@ -574,3 +581,10 @@ def test_every_reason_of_the_coach_holds_on_the_way_through_the_levels():
                 assert found.move in draft.task.needs[Action.parse(words[1])]
             draft = draft.place(found.move)
     assert kinds == {"with", "since"}
+
+
+def test_slices_come_with_a_table_and_with_a_link():
+    assert task_of(make("seq1f1b", 2, 2)) == Task(2, 4, slices=2)
+    assert read_task(write_task(Task(2, 4, slices=2))) == Task(2, 4, slices=2)
+    with pytest.raises(ScheduleError, match="slices must be equally long"):
+        task_of(replace(make("seq1f1b", 2, 2), slices=(1, 2)))

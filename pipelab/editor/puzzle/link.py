@@ -1,7 +1,7 @@
 """A draft as text: in a link, and in a file that any reader of tables knows."""
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -100,9 +100,14 @@ def task_of(table: Schedule) -> Task:
     """The task that a table does. ScheduleError where it is none that can be edited."""
     sizes = table.devices, table.microbatches, table.stages // table.devices, table.batches
     task = Task(*sizes, table.per_update, table.reads, split=Kind.I in table.kinds)
-    if table.has_transfers or table.placement != task.table.placement:
+    task = replace(task, slices=table.per_sequence)
+    if (
+        table.has_transfers
+        or table.placement != task.table.placement
+        or (table.slices != task.table.slices)
+    ):
         raise ScheduleError(
             f"{table.name} cannot be edited: its stages must be placed in a loop over the devices, "
-            "and its transfers must not be written out"
+            "its transfers must not be written out, and slices must be equally long"
         )
     return task
