@@ -34,7 +34,7 @@ SCHEDULES.update(zb=zb, zb_v=zb_v)
 WINGS["jax"] = "pipelab.jax.wing", "JaxWing"
 WIDGETS["Editor"] = "pipelab.editor.editor"
 SHARES["over the bound"] = (
-    "how much longer than what no order of one batch in this memory can beat",
+    "the lower bound: a time that no order of one batch in this memory can beat",
     gap,
 )
 __all__ = [

@@ -77,7 +77,7 @@ class Exercise:
             wrong = str(why)
         except Exception as error:  # nobody foresees every answer
             reason = str(error).partition("\n")[0]
-            wrong = f"this answer cannot be judged ({type(error).__name__}: {reason})."
+            wrong = f"this answer cannot be checked ({type(error).__name__}: {reason})."
         return wrong if isinstance(wrong, Feedback) else not_yet(wrong)
 
 
@@ -187,7 +187,7 @@ def same_function(
            for all of them
 
     >>> write(lambda p: p, [(2,)], lambda p: {"That is one less.": p - 1}).check(lambda p: p - 1)
-    Not yet: for (2) it gives 1, right is 2. That is one less.
+    Not yet: for (2) it gives 1, but 2 is right. That is one less.
     """
     asked, given = [*cases], []
     wrong = ""
@@ -198,7 +198,7 @@ def same_function(
         except NotYet as raised:
             yield wrong or str(raised)
         if not wrong and not is_close(given[-1], right, 1e-6):
-            wrong = f"{where} it gives {given[-1]}, right is {_short(right)}."
+            wrong = f"{where} it gives {given[-1]}, but {_short(right)} is right."
     if all(value is None for value in given):
         yield NOT_ATTEMPTED
     if not wrong:
@@ -222,7 +222,7 @@ def choice(answer: Any, right: str, wrong: Mapping[str, str]) -> Judged:
     if answer in wrong:
         yield f"{answer}. {wrong[answer]}"
     if answer != right:
-        yield f"{answer!r} is none of {', '.join(sorted([right, *wrong]))}."
+        yield f"{answer!r} is not an answer: choose from {', '.join(sorted([right, *wrong]))}."
 
 
 def table(
@@ -251,7 +251,7 @@ def table(
     """
     schedule = read_table(answer)
     if by_hand and schedule.name in {*SCHEDULES, "search"}:
-        yield f"that is the library's {schedule.name}: write the rows yourself, a line a device."
+        yield f"that is the library's {schedule.name}: write the rows yourself, one line a device."
     try:
         timeline = simulate(schedule, costs)
     except ValueError as error:
@@ -260,14 +260,17 @@ def table(
     if have != (devices, stages or devices, microbatches, updates):
         text = "{} devices, {} stages, {} micro-batches and {} update(s)"
         asked = text.format(devices, stages or devices, microbatches, updates)
-        yield f"a table with {text.format(*have)}, asked: {asked}.\n{schedule.grid()}"
+        yield (
+            f"this table has {text.format(*have)}. The exercise asks for {asked}.\n"
+            f"{schedule.grid()}"
+        )
     if not any(action.kind in (Kind.B, Kind.I) for row in schedule.rows for action in row):
-        yield f"nothing goes back: a backward belongs to each forward.\n{schedule.grid()}"
+        yield f"there is no backward: each forward needs one.\n{schedule.grid()}"
     span, most, short = timeline.makespan, max(timeline.peak_in_flight), []
     if makespan is not None and span > makespan * (1 + 1e-9):
-        short.append(f"makespan {span:g}, to reach: {makespan:g}")
+        short.append(f"makespan {span:g}, must be at most {makespan:g}")
     if in_flight is not None and most > in_flight:
-        short.append(f"{most} micro-batches in flight, to reach: {in_flight}")
+        short.append(f"{most} micro-batches in flight, must be at most {in_flight}")
     if why := missing(schedule):
         short.append(why)
     if short:
@@ -298,7 +301,9 @@ def read_table(answer: Any, header: str = "") -> Schedule:
     if isinstance(answer, Schedule):
         return answer
     if not isinstance(answer, str):
-        raise NotYet(f"{answer!r} is not a table: give a Schedule, or a text, a line a device.")
+        raise NotYet(
+            f"{answer!r} is not a table: give a Schedule, or text with one line for each device."
+        )
     try:
         return Schedule.from_grid(answer if "#" in answer else header + answer, "your table")
     except ValueError as error:
@@ -314,7 +319,7 @@ def balance(answer: Any, seconds: Sequence[float], stages: int, bottleneck: floa
     with understood(f"{answer!r} is not a list of whole numbers."):
         counts = [operator.index(count) for count in answer]
     if len(counts) != stages or sum(counts) != len(seconds) or min(counts) < 1:
-        yield f"{counts} does not share {len(seconds)} layers among {stages} stages."
+        yield f"{counts} does not divide {len(seconds)} layers among {stages} stages."
     times = [sum(seconds[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
     if max(times) > bottleneck * (1 + 1e-9):
         shown = ", ".join(f"{x:g}" for x in times)

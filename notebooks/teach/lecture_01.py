@@ -129,7 +129,7 @@ def interpreter(answer: Any) -> Judged:
             if calls != wanted:
                 shown = f"stage {s} got the calls {', '.join(calls) or 'none'}"
                 row = " ".join(map(str, schedule.rows[s]))
-                yield f"row {row}: {shown}; right is {', '.join(wanted)}."
+                yield f"row {row}: {shown}; it must be {', '.join(wanted)}."
         if found.left:
             yield f"{schedule.name}: no stage takes {found.left[0]}, out of its queue."
     return ": it carries out any table with a stage on each device."

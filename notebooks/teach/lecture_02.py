@@ -153,7 +153,7 @@ def uneven_gradient(answer: Any) -> Judged:
         where = f"{samples} samples, m = {m}:"
         if found.shape != truth.shape:
             shapes = (*found.shape,), (*truth.shape,)
-            yield "{} a gradient of shape {}, asked: one vector, {}.".format(where, *shapes)
+            yield "{} a gradient of shape {}; it must be one vector, {}.".format(where, *shapes)
         if _same_vector(found, truth):
             if max(seen, default=0) >= samples:
                 yield f"right, but all {samples} samples pass at once: no micro-batches."

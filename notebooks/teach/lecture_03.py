@@ -56,7 +56,7 @@ def two_versions(answer: Any) -> Judged:
         if schedule.reads is not Reads.LATEST:
             return f"it reads {schedule.reads.name}, another rule than weight stashing"
         kept = schedule.weight_versions
-        return f"versions kept {kept}, to reach: 2" if max(kept) > 2 else ""
+        return f"versions kept {kept}, must be at most 2" if max(kept) > 2 else ""
 
     schedule = read_table(answer, UPDATES)
     return table(schedule, devices=3, microbatches=6, updates=6, makespan=24, missing=missing)

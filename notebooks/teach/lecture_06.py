@@ -16,7 +16,7 @@ def without_a_cycle(answer: Any) -> Judged:
             yield f"{fault}\nThis is for p = {p}, m = {m}."
         asked = [*(min(m, p - s + 1) for s in range(p - 1)), 1]
         if made.peak_in_flight != asked:
-            yield f"for ({p}, {m}) the devices hold {made.peak_in_flight}, asked: {asked}."
+            yield f"for ({p}, {m}) the devices hold {made.peak_in_flight}; they must hold {asked}."
 
 
 EXERCISES = {

@@ -67,18 +67,18 @@ def first_half(answer: Any) -> Judged:
             yield NOT_ATTEMPTED
         if not is_close(dx, asked, 1e-4):
             slip = grads[k] @ weights[2] @ weights[1] @ weights[0]
-            hint = "Where a ReLU gave 0, nothing goes back." if is_close(dx, slip, 1e-4) else ""
+            hint = "A ReLU that gave 0 passes no gradient back." if is_close(dx, slip, 1e-4) else ""
             yield f"the input's gradient of micro-batch {k} is wrong. {hint}"
         if k in mine.for_I:
-            yield f"self.for_I[{k}] is still there: take it out, or it is kept for ever."
+            yield f"self.for_I[{k}] is still there: remove it (pop), or its memory is never freed."
         left = [dy.T @ x for dy, x in mine.for_W.get(k, [])]
         asked_of_W = [dy.T @ x for dy, x in right.for_W[k]]
         if not is_close(torch.stack(left) if left else 0, torch.stack(asked_of_W), 1e-4):
             yield (
-                f"self.for_W[{k}]: a pair (dy, x) for each layer, the last one first; dy with the "
-                "ReLU's zeros."
+                f"self.for_W[{k}] is wrong. It must hold a pair (dy, x) for each layer, the last "
+                "layer first, and each dy must already have the ReLU's zeros."
             )
-    return ": dx is handed on, and W can be done at any time."
+    return ": dx goes to the stage before, and W can run at any later time."
 
 
 # For a block of GPT-3 of length 2048, 96 heads: M_B and M_W over samples x length.
@@ -106,15 +106,16 @@ def late_weight_gradient(answer: Any) -> Judged:
             if not layer.grad.any():
                 waits = len(layer.inputs) + len(layer.output_grads)
                 unused = waits == 2 * order.count("F")
-                yield NOT_ATTEMPTED if unused else "layer.grad is as before: add to it."
+                yield NOT_ATTEMPTED if unused else "layer.grad did not change: W must add to it."
             yield (
-                f"after {order} the gradient is wrong. Which input does each W take, and which "
+                f"after {order} the gradient is wrong. Which input does each W use, and which "
                 "output gradient?"
             )
         if layer.inputs or layer.output_grads:
             yield (
-                f"after {order} the gradient is right, but something is kept for ever: "
-                f"{len(layer.inputs)} inputs, {len(layer.output_grads)} output gradients."
+                f"after {order} the gradient is right, but the layer still holds "
+                f"{len(layer.inputs)} inputs and {len(layer.output_grads)} output gradients. "
+                "W must remove the ones that it used."
             )
 
 
@@ -140,7 +141,7 @@ def _played(
 
 def missing(schedule: Schedule) -> str:
     home = schedule.placement
-    return "" if home == IN_A_V else f"stages are on devices {home}; the V is {IN_A_V}"
+    return "" if home == IN_A_V else f"the stages are on devices {home}, but a V needs {IN_A_V}"
 
 
 EXERCISES = {
@@ -148,14 +149,15 @@ EXERCISES = {
     # In M_B: what the last of eight devices holds under H1.
     "12-2": predict(
         1 + 7 * AFTER / BEFORE,
-        "One before its I, and how many that wait for W? Each of those keeps M_W / M_B.",
+        "One micro-batch has not had its I. How many others wait for W? Each of those keeps "
+        "M_W / M_B.",
         {
             8: "A micro-batch that waits for W keeps less than one that waits for I.",
-            8 * AFTER / BEFORE: "One of them is before its I: that one is whole.",
-            1: "That is 1F1B. Which W wait here, besides?",
-            7 * AFTER / BEFORE: "Those wait for W. And the one that is before its I?",
-            1 + 7 * BEFORE / AFTER: "Which is larger: what is kept until I, or from I to W?",
-            1 + 8 * AFTER / BEFORE: "Eight in flight in all, as on device 0.",
+            8 * AFTER / BEFORE: "One of them has not had its I: it keeps everything.",
+            1: "That is 1F1B. Here some W wait as well. Which ones?",
+            7 * AFTER / BEFORE: "Those wait for W. One more has not had its I.",
+            1 + 7 * BEFORE / AFTER: "Which is larger: M_B, kept until I, or M_W, until W?",
+            1 + 8 * AFTER / BEFORE: "That is nine micro-batches, but eight are in flight.",
         },
     ),
     # (w, buffer, gradient, lr, mu) after a step with momentum -> w and buffer before it.
@@ -163,19 +165,19 @@ EXERCISES = {
         lambda w, buffer, gradient, lr, mu: (w + lr * buffer, (buffer - gradient) / mu),
         [(1.0, 2.0, 0.5, 0.1, 0.9), (-3.0, 0.5, 4.0, 0.01, 0.5), (0.0, -1.0, 1.0, 1.0, 0.99)],
         lambda w, buffer, gradient, lr, mu: {
-            "The step subtracted lr times the buffer, not the gradient alone.": (
+            "The step subtracted lr times the buffer, not lr times the gradient.": (
                 w + lr * gradient,
                 (buffer - gradient) / mu,
             ),
-            "w was changed by the buffer as it is now: undo that first.": (
+            "The step used the buffer as it is now. Undo w with it, and then undo the buffer.": (
                 w + lr * (buffer - gradient) / mu,
                 (buffer - gradient) / mu,
             ),
-            "The old buffer was multiplied by mu before the gradient came.": (
+            "The step multiplied the old buffer by mu before it added the gradient.": (
                 w + lr * buffer,
                 buffer - gradient,
             ),
-            "That is one more step forwards.": (
+            "That takes another step, instead of undoing the last one.": (
                 w - lr * (mu * buffer + gradient),
                 mu * buffer + gradient,
             ),
@@ -188,6 +190,6 @@ EXERCISES = {
 GUESSES = {
     "12-a": Guess(
         lambda: simulate(make("zb_h1", 6, 12)).makespan,
-        "How many W does the last device have left when its last I is done?",
+        "How many W are still left on the last device when its last I is done?",
     )
 }

@@ -54,12 +54,12 @@ def sound_bound(answer: Any) -> Judged:
             yield NOT_ATTEMPTED
         p, found = len(f), f"{where} it gives {value}"
         if not is_close(value, value) or value > bound(Costs(f, i, w), p, m).makespan + 1e-9:
-            hint = "Which W comes after the way back, and what can be done meanwhile?"
-            yield f"{found}: not sound. {hint}"
+            hint = "Which W comes after the way back, and what can a device do in the meantime?"
+            yield f"{found}: not sound, because some order is faster. {hint}"
         each = (sum(f[:s]) + m * (f[s] + i[s]) + max(sum(i[:s]) + w[0], m * w[s]) for s in range(p))
         if value < (least := max(each)) - 1e-9:
-            yield f"{found}: sound, but reason 1 says {least}."
-    return ": no order beats it, and it is as large as reason 1."
+            yield f"{found}: sound, but too small: reason 1 already gives {least}."
+    return ": no order beats it, and it is at least as large as reason 1."
 
 
 EXERCISES = {
@@ -69,15 +69,16 @@ EXERCISES = {
     # Eight devices, two micro-batches, slow links.
     "13-2": predict(
         bound(Costs(transfer=0.5), 8, 2).makespan,
-        "Down and back for one, what the second one adds, and what is left at the end.",
+        "Add three times: the first micro-batch's way down and back, what the second one adds, and "
+        "the work that is left at the end.",
         {
-            6.0: "That is the work alone: where does the last device's first input come from?",
-            19.0: "Do messages take no time?",
-            22.5: "They take time on the way back, too.",
-            25.0: "And the last W?",
-            24.0: "Each is alone on its way, but the second one starts after the first.",
-            27.0: "What does device 0 do before the last gradient is there? The first W.",
-            28.0: "The last device's two W fit into the way back.",
+            6.0: "That is the work alone. When does the last device get an input?",
+            19.0: "That leaves out the time of the messages.",
+            22.5: "Messages also take time on the way back.",
+            25.0: "The last W is missing.",
+            24.0: "The second micro-batch cannot start before the first one has left device 0.",
+            27.0: "Device 0 can do its first W before the last gradient arrives.",
+            28.0: "The last device can do its two W during the way back.",
         },
     ),
     # (p, m, room, f, i, w, c) -> what room on device 0 allows, of equal stages.
@@ -85,32 +86,36 @@ EXERCISES = {
         lambda p, m, room, *times: m * trip(p, *times) / room,
         [(4, 8, 1, 1, 1, 1, 0), (4, 8, 2, 1, 1, 1, 0), (3, 5, 2, 2, 1, 3, 0.5)],
         lambda p, m, room, f, i, w, c: {
-            "A place is free after W, not after I.": m * trip(p, f, i, 0, c) / room,
-            "Messages go there and back.": m * trip(p, f, i, w, c / 2) / room,
+            "A place becomes free after W, not after I.": m * trip(p, f, i, 0, c) / room,
+            "Count the messages in both directions.": m * trip(p, f, i, w, c / 2) / room,
             "Device 0 does not wait for the other devices' W.": (
                 m * trip(p, f, i + w, 0, c) / room
             ),
-            "Messages take time, there and back.": m * trip(p, f, i, w, 0) / room,
-            "That is device 0's own work. A place is taken for the whole trip.": m * (f + i + w),
-            "Do not round: in the last turn some places may be empty.": (
+            "Messages take time in both directions.": m * trip(p, f, i, w, 0) / room,
+            "That is device 0's own work. A micro-batch keeps its place for the whole trip.": m
+            * (f + i + w),
+            "Do not round up: in the last turn some places may stay empty.": (
                 math.ceil(m / room) * trip(p, f, i, w, c)
             ),
-            "That is `bound`'s, which counts whole turns. Here: places times seconds.": (
+            "`bound` gives that: it counts whole turns. Here, count places times seconds.": (
                 bound(Costs(f, i, w, transfer=c), p, m, room).by["memory turnover"]
             ),
-            "That is with one place. How many are there?": m * trip(p, f, i, w, c),
-            "That is one micro-batch's share. How many come?": trip(p, f, i, w, c) / room,
+            "That is for one place. How many places are there?": m * trip(p, f, i, w, c),
+            "That is one micro-batch's share. How many micro-batches are there?": trip(
+                p, f, i, w, c
+            )
+            / room,
         },
     ),
     "13-4": Exercise(sound_bound),
     # What the claimed table holds.
     "13-5": predict(
         max(memory_used(claimed(), Costs())),
-        "A micro-batch is in flight from its F until its W.",
+        "A micro-batch is in flight from its F to its W.",
         {
-            2: "So says the claim, which counts from F to I. What is kept from I to W?",
-            3: "Count along row 0: one more with every F, one less with every W.",
-            6: "Some are done before the last one starts.",
+            2: "The claim says so, but counts only F to I. What is kept until W?",
+            3: "Go along row 0: add one at each F, and subtract one at each W.",
+            6: "Some micro-batches are done before the last one starts.",
         },
     ),
     # 198, of which the proof says: none is faster than 189.
@@ -118,15 +123,15 @@ EXERCISES = {
         choice,
         "between",
         {
-            "better": "This line alone does not say so: perhaps 198 is the best.",
-            "best": "It may be, but that is not proved: only less than 189 is excluded.",
-            "broken": "A bound need not be reached.",
+            "better": "The line does not say that a better one exists: 198 may be the best.",
+            "best": "It may be, but there is no proof: only times below 189 are ruled out.",
+            "broken": "Nothing is broken. There need not be a schedule that reaches a bound.",
         },
     ),
 }
 GUESSES = {
     "13-a": Guess(
         lambda: bound(Costs([1, 2, 1], [1, 2, 1], [1, 2, 1]), 3, 6).makespan,
-        "Which device is the busiest, when can it start, and can W fill the way back?",
+        "Which device is the busiest? When can it start? Can W fill the way back?",
     )
 }

@@ -53,7 +53,7 @@ def reads_streams(answer: Any) -> Judged:
         given = [*map(str, given.split() if isinstance(given, str) else given)]
         if given == right:
             continue
-        wrong = f"{where} it gives {' '.join(given)}, right is {' '.join(right)}."
+        wrong = f"{where} it gives {' '.join(given)}, but {' '.join(right)} is right."
         if given == [action for action in right if "U" not in action]:
             yield f"{wrong} OptimizerStep is the update, U0."
         if len(given) == len(right):

@@ -2,6 +2,7 @@
 level, par, numbers and run that stand beside them."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,8 @@ def board_legend(task: Task) -> list[list[str]]:
 def _cells(
     draft: Draft, device: int, path: set[Action], tell: bool, ready: Iterable[Action]
 ) -> list[dict[str, Any]]:
-    task, running = draft.task, draft.running
+    task, running = draft.task, _flowing(draft)
+    over = _over(draft, device)
     cells, now = [], 0.0
     for i, action in enumerate(draft.rows[device]):
         if i < len(running.rows[device]):
@@ -97,8 +99,11 @@ def _cells(
                 cells.append(_gap(running, device, i, tell))
             about = f"{_name(action)} on device {device}, from {start:g} to {end:g}."
             if action in path:
-                about += " It is on the critical path: were it shorter, the table would be."
-            cell = framed(task, "action", action, start, end) | {"critical": action in path}
+                about += " It is on the critical path: if it took less time, so would the table."
+            if action in over:
+                about += f" It is over the cap: {draft.over_cap}."
+            marks = {"critical": action in path, "over": action in over}
+            cell = framed(task, "action", action, start, end) | marks
         else:
             end = now + task.seconds[action]
             cell, about = framed(task, "stuck", action, now, end), _why_stuck(draft, action)
@@ -137,11 +142,26 @@ def _why_stuck(draft: Draft, action: Action) -> str:
     return f"{action} cannot run: {draft.problem or 'it stands behind one that cannot'}."
 
 
+def _flowing(draft: Draft) -> Draft:
+    """The part of every row that runs, also over the cap: a table that is too full has times."""
+    return Draft(_uncapped(draft.task), draft.rows).running if draft.over_cap else draft.running
+
+
+_uncapped = lru_cache(lambda task: replace(task, cap=None))
+
+
+def _over(draft: Draft, device: int) -> set[Action]:
+    """The forwards with which the device holds more than its cap."""
+    row, cap = draft.rows[device], draft.task.cap
+    counts = zip(row, draft.task.in_flight(row), strict=True)
+    return {a for a, n in counts if cap and a.kind is Kind.F and n > draft.task.caps[device]}
+
+
 def waiting(draft: Draft) -> str:
     """What the first action that cannot run waits for; "" where all can."""
     stuck = (
         row[len(runs)]
-        for row, runs in zip(draft.rows, draft.running.rows, strict=True)
+        for row, runs in zip(draft.rows, _flowing(draft).rows, strict=True)
         if len(row) > len(runs)
     )
     return next((_why_stuck(draft, action) for action in stuck), "")
@@ -155,10 +175,11 @@ def _critical_path(draft: Draft) -> set[Action]:
 
 def _held(draft: Draft, device: int) -> list[list[float]]:
     """Times, and how many micro-batches the device holds from then on."""
-    row = draft.running.rows[device]
+    running = _flowing(draft)
+    row = running.rows[device]
     held = [[0.0, 0.0]]
     for action, count in zip(row, draft.task.in_flight(row), strict=True):
-        start, end = draft.running.spans[action]
+        start, end = running.spans[action]
         if count != held[-1][1]:
             held.append([start if count > held[-1][1] else end, count])
     return held

@@ -45,7 +45,7 @@ function names({ rows, bottom }) {
     <g class="devices">${rows.map(name).join("")}</g>`;
 }
 
-function drawCell({ what, from, until, text, colours, critical }, { y, lane, thin }, { x, scale }, hatch) {
+function drawCell({ what, from, until, text, colours, critical, over }, { y, lane, thin }, { x, scale }, hatch) {
   const left = x(from), w = (until - from) * scale;
   if (what === "gap") return `<path fill="url(#${hatch})" d="${box(left, y, w, lane)}"/>`;
   if (what === "end") return "";
@@ -56,7 +56,7 @@ function drawCell({ what, from, until, text, colours, critical }, { y, lane, thi
   const size = Math.min(13, lane * 0.7, (w - 3) / (0.58 * text.length)), ink = `font-size:${round(size)}px;fill:${colours[1]}`;
   const shown = size >= 6 ? label(left + w / 2, y + lane / 2, text, ink) : "";
   const area = `x="${round(left + 0.75)}" y="${y}" width="${round(Math.max(w - 1.5, 0.5))}" height="${lane}" rx="2"`;
-  return `<g class="${what} ${critical ? "critical" : ""}"><rect ${area} fill="${colours[0]}"/>${shown}</g>`;
+  return `<g class="${what} ${critical ? "critical" : ""} ${over ? "over" : ""}"><rect ${area} fill="${colours[0]}"/>${shown}</g>`;
 }
 
 // What a device holds over time, below its lane, and the cap over it.
@@ -83,8 +83,6 @@ function newPicture(hatch, layers) {
   svg.innerHTML = hatching(hatch) + layers.map((name) => `<g class="${name}"></g>`).join("");
   return [svg, Object.fromEntries(layers.map((name) => [name, svg.querySelector(`.${name}`)]))];
 }
-
-const follow = ({ target }) => target.querySelector(".names").setAttribute("transform", `translate(${target.scrollLeft})`);
 
 function drawRows(svg, layer, groups, end, unit, axis, width, hatch) {
   const area = place(groups, end, width, unit);
@@ -155,7 +153,7 @@ function render({ model, el }) {
   const moves = html("div", { className: "bar moves" }, undo, redo, step, finish, stamp, clear);
   const runs = html("div", { className: "bar runs" }, paced, native, criticalBox, parBox);
   const controls = html("div", { className: "controls" }, html("div", { className: "bar" }, levelBox, helpBox, next), form);
-  const picture = html("div", { className: "picture" }, scroller, html("div", { className: "bar" }, legend), about);
+  const picture = html("div", { className: "picture" }, scroller, html("div", { className: "about-room" }, about), html("div", { className: "bar" }, legend));
   const left = html("div", { className: "picture-and-moves" }, picture, tray, moves, runs, keep);
   const body = html("div", { className: "body" }, left, html("div", { className: "side" }, table));
   el.append(html("div", { className: "pipelab-explorer pipelab-editor" }, saved, controls, text, said, body, trial));
@@ -212,7 +210,8 @@ function render({ model, el }) {
     drawTray();
   }
 
-  function drawCursor() {
+  // near: what there is to say of its action stands there, too
+  function drawCursor(near = false) {
     if (!area) return;
     const cell = cellAt(), row = area.rows[cursor.device], unit = view.level.unit;
     const left = area.x(cell.from), w = (cell.what === "end" ? unit : cell.until - cell.from) * area.scale;
@@ -222,9 +221,11 @@ function render({ model, el }) {
     layer.cursor.innerHTML = `<rect class="${cell.what} ${typed ? "typed" : ""}" ${frame}/>
       ${label(left + w / 2, row.y + row.lane / 2, words, "text-anchor:middle;font-size:13px")}`;
     about.textContent = cell.about;
+    about.classList.toggle("near", near && cell.what !== "end");
     const from = scroller.scrollLeft, shown = scroller.clientWidth;
     if (left < from + LEFT) scroller.scrollLeft = left - LEFT - 20;
-    else if (left + w > from + shown - 20) scroller.scrollLeft = left + w - shown + 60;
+    else if (left + w > from + shown - 20) scroller.scrollLeft = left + w - shown + RIGHT;
+    if (near) standBeside(about, picture, layer.cursor.firstChild.getBoundingClientRect());
   }
 
   function drawTray() {
@@ -332,13 +333,14 @@ function render({ model, el }) {
     while (keys.length && !waiting()) keys.shift()();
   }
 
-  svg.onpointerdown = (event) => {
+  svg.onclick = (event) => {
     const { left, top } = svg.getBoundingClientRect(), y = event.clientY - top, time = (event.clientX - left - LEFT) / area.scale;
     const device = area.rows.slice(0, view.rows.length).findIndex((row) => y >= row.y - 6 && y < row.y + row.lane + STRIP);
     if (device < 0) return;
     svg.focus();
     const cells = view.rows[device].cells;
     point(device, cells.find((cell) => time < cell.until) ?? cells.at(-1));
+    drawCursor(true);
   };
 
   function runIt(paced) {
@@ -413,7 +415,7 @@ function render({ model, el }) {
     const others = [entry("idle", { className: "hatched" }), entry("held for a backward", { className: "holds" })];
     legend.replaceChildren(...kinds, ...others);
     table.replaceChildren(...view.numbers.map(([name, hint, value, beside]) => html("tr", { title: hint },
-      html("th", { scope: "row", textContent: name }), html("td", {}, value || "–"), html("td", {}, beside))));
+      html("th", { scope: "row", textContent: name, title: hint }), html("td", {}, value || "–"), html("td", {}, beside))));
     const best = view.rows.flatMap(({ left }) => left).find(({ state }) => state === "best");
     step.textContent = best ? `Step: ${best.action}` : "Step";
     undo.disabled = !view.undo;

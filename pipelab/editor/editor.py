@@ -61,8 +61,9 @@ class Editor(anywidget.AnyWidget):
 
     table  a level's name ("first", "gpipe", "cap", ...), a `link`, a `Schedule` to change, a
            `Task`, or nothing: then `sizes` are those of `Task` (devices, microbatches, cap, ...)
-    help   "free": anything goes, and the table says what is wrong with it; "legal": what cannot be
-           is refused, with the reason; "ready": what can come next is shown; "coach": what should
+    help   "free": anything goes, and the table says what is wrong with it; "legal": a move that is
+           not possible is rejected with the reason; "ready": what can come next is shown, too;
+           "coach": and what should
 
     `schedule` is the table when it is whole, `feedback` how it compares with par, and `run()`
     carries it out. What the browser does with keys and buttons the methods do, too.
@@ -97,7 +98,9 @@ class Editor(anywidget.AnyWidget):
         self._marks = {"critical": False, "par": False}
         self._help = _rung(help)
         if table is not None and sizes:
-            raise ScheduleError(f"{', '.join(sizes)}: the table that is given has its sizes")
+            raise ScheduleError(
+                f"{', '.join(sizes)}: leave it out, since the given table has its own sizes"
+            )
         if isinstance(table, str):
             self._open(*(_linked(table) if MARK in table else (level_of(table), None)))
         elif isinstance(table, Schedule):
@@ -160,10 +163,12 @@ class Editor(anywidget.AnyWidget):
         """Take an action away, and with it all that is not possible without it."""
         cell = Action.parse(action)
         if cell not in self.draft.placed:
-            raise ScheduleError(f"{cell} is not placed")
+            raise ScheduleError(f"{cell} cannot be removed: it is not placed")
         after = self._allowed(self.draft.without(cell))
         more = self.draft.count - after.count - 1
-        self._change(after, f"{cell} is gone, and {more} that need it." if more else "")
+        self._change(
+            after, f"{cell} is removed, and so is what needs it: {more} more." if more else ""
+        )
 
     def step(self) -> None:
         """Place what the coach would place."""
@@ -217,7 +222,7 @@ class Editor(anywidget.AnyWidget):
     def show(self, **marks: bool) -> None:
         """Show or hide the table of par below yours (par) and the critical path (critical)."""
         if unknown := sorted(set(marks) - set(self._marks)):
-            raise ScheduleError(f"{unknown[0]}= is none of {', '.join(self._marks)}")
+            raise ScheduleError(f"{unknown[0]}= is not known: there are {', '.join(self._marks)}")
         self._marks = self._marks | marks
         self._refresh()
 
@@ -277,7 +282,7 @@ class Editor(anywidget.AnyWidget):
             words = {**message}
             do = words.pop("do", None)
             if do not in HEARD:
-                raise ScheduleError(f"{do} is no move")
+                raise ScheduleError(f"{do} is not a move")
             getattr(self, do)(**words)
         except Exception as error:
             said = str(error).partition("\n")[0] or type(error).__name__

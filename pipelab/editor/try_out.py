@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
+from typing import Any
 
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import lay, simulate
@@ -52,15 +53,22 @@ def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> TryOut:
     """
     import torch
 
+    class Stage(torch.nn.Sequential):
+        """Of slices, too: none leaves anything for the next."""
+
+        def forward(self, x: Any, past: Any = None) -> Any:
+            y = super().forward(x)
+            return y if past is None else (y, ())
+
     width, samples = PACED if paced else NATIVE
-    size = samples * schedule.microbatches
+    length = schedule.per_sequence
+    size = samples * schedule.microbatches // length
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         stages = [
-            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ELU())
-            for _ in range(schedule.stages)
+            Stage(torch.nn.Linear(width, width), torch.nn.ELU()) for _ in range(schedule.stages)
         ]
-        batches = [tuple(torch.randn(2, size, width)) for _ in range(schedule.batches)]
+        batches = [tuple(torch.randn(2, size, length, width)) for _ in range(schedule.batches)]
     loss, optimizer = torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1)
     train = partial(
         run, schedule, stages, batches, loss, optimizer, backend="threads", devices="cpu"

@@ -195,7 +195,7 @@ def check_deadlock(schedule: Schedule, head: list[int]) -> None:
             assert needed is not None, "nothing but an input holds a row"
             holder[d] = schedule.device_of[needed]
             steps[d] = (
-                f"device {d} holds at {schedule.actions[i]} until {schedule.actions[needed]} on "
+                f"device {d} waits at {schedule.actions[i]} for {schedule.actions[needed]} on "
                 f"device {holder[d]}"
             )
     if not holder:

@@ -9,6 +9,7 @@ const BYTES = ["weights", "optimizer", "activations", "boundary", "host"];
 const LEFT = 62, TOP = 6, AXIS = 22; // pixels
 const SWEEP = 8000, STEP = 600; // milliseconds of a whole play, and between its steps where motion is unwelcome
 const BOTH = -2; // as in drawing.py
+const NARROW = 560, LEGIBLE = 17, WIDEST = 5; // a picture in fewer pixels scrolls: pixels of a short action, and screens at most
 
 // ---- small tools
 
@@ -63,7 +64,7 @@ function makeForm(choices, changed) {
     return html("label", {}, html("span", {}, text), field);
   };
   const group = (text, ...fields) => html("fieldset", {}, html("legend", {}, text), ...fields);
-  const costs = html("details", { open: true },
+  const costs = html("details", { open: innerWidth >= NARROW },
     html("summary", {}, "Costs of a device's share of the model: one number, or one per device with commas"),
     group("seconds", ...SECONDS.map((name) => amount(name))),
     group("bytes", ...BYTES.map((name) => amount(name)), list("recompute", "recompute", choices.recompute)));
@@ -172,16 +173,28 @@ function strips({ rows, lane, strip, right, scale, x }, { causes, memory }) {
     <g class="peaks">${peaks.join("")}</g>`;
 }
 
-function frame({ items, rows, lane, strip, right, bottom, x }, { end, memory }) {
+// How wide a picture is drawn: on a phone so wide that boxes have room for numbers.
+function widthOf(drawing, room) {
+  if (room >= NARROW) return room;
+  const { items, scale, right } = layout(drawing, room), all = items.flatMap(({ start, end }) => Array.from(start, (s, i) => end[i] - s));
+  const spans = all.filter((span) => span > 0).sort((a, b) => a - b), usual = spans[Math.floor(spans.length / 10)];
+  const times = Math.min(Math.max(LEGIBLE / (usual * scale) || 1, 1), WIDEST);
+  return Math.round(room + (right - LEFT) * (times - 1));
+}
+
+function frame({ strip, right, bottom, x }, { end, memory }) {
   const times = ticks(end, right - LEFT), below = bottom + AXIS / 2;
   const marked = times.filter((time) => !memory || x(time) < right - 14); // the column of peaks has its own word
   const grid = times.map((time) => `M${round(x(time)) + 0.5} ${TOP - 2}V${bottom}`).join("");
   return `<path class="grid" d="${grid}"/>
-    <g class="devices">${rows.map((row) => label(LEFT - 8, row.y + lane / 2, `device ${row.device}`)).join("")}</g>
     <g class="times">${marked.map((time) => label(x(time), below, number(time))).join("")}</g>
-    <g class="peaks">${memory && strip > 9 ? label(right + 6, below, "peak") : ""}</g>
-    <g class="heads">${items.length > 1 ? items.map((t) => label(LEFT, t.heading, t.name)).join("") : ""}</g>`;
+    <g class="peaks">${memory && strip > 9 ? label(right + 6, below, "peak") : ""}</g>`;
 }
+
+// Names of rows and timelines.
+const names = ({ items, rows, lane, bottom }) => `<rect class="paper" width="${LEFT - 4}" height="${bottom}"/>
+  <g class="devices">${rows.map((row) => label(LEFT - 8, row.y + lane / 2, `device ${row.device}`)).join("")}</g>
+  <g class="heads">${items.length > 1 ? items.map((t) => label(LEFT, t.heading, t.name)).join("") : ""}</g>`;
 
 // ---- an action in words
 
@@ -231,15 +244,17 @@ function render({ model, el }) {
   const [form, controls] = makeForm(choices, send);
   const error = html("p", { className: "error", role: "alert" });
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.innerHTML = `${hatching(hatch)}<g class="frame"></g><g class="lanes"></g><g class="selection"></g><g class="running"></g><line class="cursor"/>`;
+  svg.innerHTML = `${hatching(hatch)}<g class="frame"></g><g class="lanes"></g><g class="selection"></g><g class="running"></g><line class="cursor"/><g class="names"></g>`;
   const speech = { role: "application", ariaRoleDescription: "timeline: arrow keys move between actions, space plays" };
   Object.assign(svg, { tabIndex: 0, ...speech });
   const layer = Object.fromEntries([...svg.children].map((node) => [node.getAttribute("class"), node]));
   const play = html("button", { type: "button", className: "play", onclick: toggle });
   const clock = html("output", { className: "clock" }), legend = html("span", { className: "legend" });
+  const hint = html("p", { className: "hint" }, "Point at an action or tap it, or go to the timeline with Tab and use the arrow keys.");
   const about = html("dl", { className: "about", ariaLive: "polite" }), table = html("table", { className: "measures" });
   const bar = html("div", { className: "bar" }, play, clock, legend);
-  const picture = html("div", { className: "picture" }, svg, bar, about);
+  const scroller = html("div", { className: "scroller", onscroll: (event) => (follow(event), select(chosen)) }, svg);
+  const picture = html("div", { className: "picture" }, scroller, bar, hint, about);
   const saved = html("p", { className: "saved" }, "A saved picture: run this cell to change it; pointing and Play work.");
   const body = html("div", { className: "body" }, picture, table);
   el.append(html("div", { className: "pipelab-explorer" }, form, saved, error, body));
@@ -247,7 +262,7 @@ function render({ model, el }) {
     node.setAttribute("data-lm-suppress-shortcuts", ""); // keys typed here are not the notebook's commands
   }
 
-  let drawing, place; // what to draw, and where
+  let drawing, place, room; // what to draw, and where, in how many pixels
   let chosen = null; // {timeline, i}: an action; or {timeline, i, idle}: the rest of device `idle` before action i
   let time = null, request = 0; // of the play; the request for its next frame, 0 when it pauses
 
@@ -269,19 +284,21 @@ function render({ model, el }) {
     if (drawing.lighter) legend.append(html("span", {}, drawing.lighter));
     if (drawing.memory) legend.append(html("b", { textContent: "memory" }), ...drawing.causes.map(entry));
     const rows = drawing.numbers.map(([name, hint, ...values]) => html("tr", { title: hint, className: hint ? "" : "part" },
-      html("th", { scope: "row", textContent: name }), ...values.map((value) => html("td", {}, value))));
+      html("th", { scope: "row", textContent: name, title: hint }), ...values.map((value) => html("td", {}, value))));
     const names = drawing.timelines.map((t) => html("th", { scope: "col", textContent: t.name }));
     table.replaceChildren(...(names.length > 1 ? [html("tr", {}, html("td"), ...names)] : []), ...rows);
     svg.ariaLabel = drawing.timelines.map((t) => t.summary).join(" Compared with: ");
   }
 
   function draw() {
-    const width = picture.clientWidth;
-    if (!drawing || width < 200) return; // not laid out yet
+    room = picture.clientWidth;
+    if (!drawing || room < 200) return; // not laid out yet
+    const width = widthOf(drawing, room);
     place = layout(drawing, width);
     svg.setAttribute("width", width);
     svg.setAttribute("height", place.height);
     layer.frame.innerHTML = frame(place, drawing);
+    layer.names.innerHTML = names(place);
     layer.lanes.innerHTML = boxes(place, drawing, hatch) + strips(place, drawing);
     select(chosen);
     light();
@@ -311,14 +328,22 @@ function render({ model, el }) {
     ].join("");
     const lines = !found ? [] : idle === undefined ? describe(drawing, t, i) : describeIdle(drawing, t, idle, i);
     about.replaceChildren(...lines.flatMap(([term, text]) => [html("dt", {}, term), html("dd", {}, text)]));
-    if (!found) about.append(html("dd", {}, "Point at an action, or go to the timeline with Tab and use the arrow keys."));
+    if (found) standBeside(about, picture, boxOf(t, i, idle));
+  }
+
+  // Where an action, or the rest before it, is seen in the window.
+  function boxOf(t, i, idle) {
+    const { left, top } = svg.getBoundingClientRect(), { y } = rowOf(t, idle ?? deviceOf(t, i)), { lane, x } = place;
+    const rest = idle !== undefined, last = rest && i >= t.bounds[idle + 1], before = i > t.bounds[idle] ? t.end[i - 1] : 0;
+    const [from, until] = !rest ? [t.start[i], t.end[i]] : [before, last ? t.makespan : t.start[i]];
+    return { left: left + x(from), right: left + x(until), top: top + y, bottom: top + y + lane };
   }
 
   function at(event) {
     const area = svg.getBoundingClientRect(), y = event.clientY - area.top;
     const when = (event.clientX - area.left - LEFT) / place.scale;
     const row = place.rows.find((row) => y >= row.y && y < row.y + place.lane + place.strip);
-    if (!row || when < 0 || when > row.t.makespan) return chosen;
+    if (!row || when < 0 || when > row.t.makespan) return null;
     const { t, device } = row, timeline = place.items.indexOf(t);
     const last = lastUpTo(t.start, when, t.bounds[device], t.bounds[device + 1]);
     const i = t.joined.includes(last) && y < row.y + place.lane / 2 ? last - 1 : last;
@@ -333,10 +358,24 @@ function render({ model, el }) {
     const [from, to] = [target.t.bounds[target.device], target.t.bounds[target.device + 1]];
     const when = idle === undefined ? (t.start[i] + t.end[i]) / 2 : t.end[Math.max(i - 1, 0)];
     const next = along ? i + along - (idle !== undefined && along > 0) : lastUpTo(target.t.start, when, from, to);
-    select({ timeline: place.items.indexOf(target.t), i: Math.min(Math.max(next, from), to - 1) });
+    const found = { timeline: place.items.indexOf(target.t), i: Math.min(Math.max(next, from), to - 1) };
+    show(place.x(target.t.start[found.i]));
+    select(found);
   }
 
-  svg.onpointermove = (event) => place && select(at(event));
+  // Scroll until this place of the picture is in sight.
+  function show(x) {
+    const { scrollLeft, clientWidth } = scroller;
+    if (x < scrollLeft + LEFT || x > scrollLeft + clientWidth - 40) scroller.scrollLeft = x - clientWidth / 2;
+  }
+
+  // A mouse points, a finger taps; a tap elsewhere lets go.
+  const mouse = ({ pointerType }) => place && pointerType !== "touch";
+  svg.onpointermove = (event) => mouse(event) && select(at(event));
+  svg.onpointerleave = (event) => mouse(event) && select(null);
+  svg.onclick = (event) => place && select(at(event));
+  const elsewhere = ({ target }) => chosen && !svg.contains(target) && select(null);
+  document.addEventListener("pointerdown", elsewhere);
   svg.onkeydown = (event) => {
     const steps = {
       ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -1e9], End: [0, 1e9],
@@ -386,6 +425,7 @@ function render({ model, el }) {
     svg.classList.toggle("playing", time !== null);
     if (time === null || !place) return layer.running.replaceChildren();
     const { rows, lane, scale, bottom, x } = place, at = round(x(Math.min(time, drawing.end)));
+    show(at);
     for (const [key, value] of Object.entries({ x1: at, x2: at, y1: 2, y2: bottom })) layer.cursor.setAttribute(key, value);
     layer.running.innerHTML = rows.map(({ t, device, y }) => {
       const i = lastUpTo(t.start, time, t.bounds[device], t.bounds[device + 1]);
@@ -408,10 +448,11 @@ function render({ model, el }) {
     model.on(event, react);
     react();
   }
-  const watch = new ResizeObserver(() => picture.clientWidth !== +svg.getAttribute("width") && draw());
+  const watch = new ResizeObserver(() => picture.clientWidth !== room && draw());
   watch.observe(picture);
   return () => {
     watch.disconnect();
+    document.removeEventListener("pointerdown", elsewhere);
     cancelAnimationFrame(request);
     for (const [event, react] of Object.entries(said)) model.off(event, react);
   };

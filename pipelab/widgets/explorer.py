@@ -182,7 +182,7 @@ def _limit(text: str) -> float | None:
         return float(text) if text.strip() else None
     except ValueError:
         raise ScheduleError(
-            f"memory={text!r}: give one number, or nothing for as many as devices"
+            f"memory={text!r}: give one number, or leave it empty for as many as devices"
         ) from None
 
 

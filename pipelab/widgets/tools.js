@@ -23,6 +23,17 @@ function hatching(id) {
   return `<defs><pattern ${pattern}><path class="hatch" d="M0 0V6"/></pattern></defs>`;
 }
 
+// Put a note beside a box of a picture: below it, or above where the window ends; within the host's width.
+function standBeside(note, host, box) {
+  const { left, top } = host.getBoundingClientRect(), room = host.clientWidth - note.offsetWidth;
+  const below = box.bottom + 8 + note.offsetHeight <= innerHeight || box.top - note.offsetHeight < 8;
+  note.style.left = `${round(Math.max(0, Math.min((box.left + box.right - note.offsetWidth) / 2 - left, room)))}px`;
+  note.style.top = `${round(below ? box.bottom - top + 8 : box.top - top - 8 - note.offsetHeight)}px`;
+}
+
+// Names on the left of a picture stay in sight while it is scrolled.
+const follow = ({ target }) => target.querySelector(".names").setAttribute("transform", `translate(${target.scrollLeft})`);
+
 // Round times from 0 to the end, about 70 pixels apart.
 function ticks(end, room) {
   const rough = (end || 1) / Math.max(2, Math.floor(room / 70)), power = 10 ** Math.floor(Math.log10(rough));

@@ -134,7 +134,7 @@ def test_a_free_table_explains_its_deadlock_and_loses_what_cannot_run_when_help_
     editor = Editor("first", help="free")
     for action in ("0F0", "0B0", "0F1", "1F1", "1F0", "1B0"):
         editor.place(action)
-    assert "deadlock: device 0 holds at 0B0 until 1B0 on device 1" in said(editor)[1]
+    assert "deadlock: device 0 waits at 0B0 for 1B0 on device 1" in said(editor)[1]
     assert [c["action"] for c in cells(editor, 1, "stuck")] == ["1F1", "1F0", "1B0"]
     assert "1F1" in cells(editor, 1, "stuck")[0]["about"] and not editor.view["whole"]
     editor.remove("0B0")
@@ -165,7 +165,7 @@ def test_removing_takes_what_needs_it_and_undo_brings_it_back():
         editor.place(action)
     editor.remove("1F0")
     assert placed(editor) == [["0F0", "0F1"], []]
-    assert said(editor)[1] == "1F0 is gone, and 1 that need it."
+    assert said(editor)[1] == "1F0 is removed, and so is what needs it: 1 more."
     editor.undo()
     assert placed(editor) == [["0F0", "0F1"], ["1F0", "1B0"]] and editor.view["redo"]
     editor.redo()
@@ -241,7 +241,9 @@ def test_tables_that_cannot_be_edited_say_so():
         Editor(devices=5, microbatches=30, split=True)
     with pytest.raises(ScheduleError, match="unknown level 'second': there are first"):
         Editor("second")
-    with pytest.raises(ScheduleError, match="cap: the table that is given has its sizes"):
+    with pytest.raises(
+        ScheduleError, match="cap: leave it out, since the given table has its own sizes"
+    ):
         Editor("gpipe", cap=2)
 
 
@@ -257,7 +259,7 @@ def test_other_sizes_keep_the_costs_where_they_fit():
         assert editor.draft.task.costs == Costs(transfer=1)
     editor.open_task(devices=2)
     ask(editor, "open_task", devices=64, microbatches=64)
-    assert said(editor)[1].endswith("actions: the editor takes 400; make a size smaller")
+    assert said(editor)[1].endswith("actions: the editor takes 400, so make a size smaller")
     assert editor.view["level"]["sizes"]["devices"] == 2
 
 
@@ -268,7 +270,7 @@ def test_a_block_is_stamped_from_the_editor():
     ask(editor, "stamp", microbatch=0)
     assert said(editor) == ("won", "Par: 15. This is 1F1B (PipeDream-Flush).")
     ask(editor, "stamp", microbatch=9)
-    assert said(editor)[1].endswith("is not whole: there is no such micro-batch")
+    assert said(editor)[1].endswith("cannot be stamped: there is no such micro-batch")
 
 
 def test_the_pace_does_not_depend_on_the_unit_of_the_costs():

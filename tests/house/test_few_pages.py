@@ -13,7 +13,7 @@ import pytest
 
 from jupyter_lab import chromium
 from pipelab import make, simulate
-from tests.house.test_play import DESK, PACKAGES, expect, placed, press, shows
+from tests.house.test_play import DESK, PACKAGES, changed, expect, placed, press, shows
 
 ROOT = Path(__file__).parents[2]
 PAGES = "docs/index.md", "docs/play/*.md", "notebooks/06_pipedream_flush.ipynb"
@@ -63,6 +63,54 @@ def test_an_exercise_is_answered_on_its_page(playing):
         cell.locator("textarea").fill(f'my_guess = {guess}\nteach.guess("06-a", my_guess)')
         cell.locator("textarea").press("Control+Enter")
         expect(cell.locator(".said")).to_contain_text(said)
+
+
+@in_a_browser
+def test_taps_made_while_python_starts_are_kept(open_page, address, with_python, tmp_path):
+    page = open_page({"width": 380, "height": 800}, has_touch=True, is_mobile=True)
+    page.goto(f"{address}/docs/play/editor.html#first")
+    chips = page.locator(".tray .chip")
+    expect(chips).to_have_count(4)
+    # The chips are where a note at the window's end would be.
+    chips.first.evaluate("(node) => node.scrollIntoView({ block: 'end' })")
+    for k in (0, 1):
+        box = chips.nth(k).bounding_box()
+        page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        expect(page.locator(".play-note")).to_contain_text("Python is starting")
+    page.screenshot(path=tmp_path / "starting.png")
+    expect(placed(page)).to_have_text(["F0", "F1"])
+
+
+@in_a_browser
+def test_an_answer_without_an_end_is_not_called_starting(open_page, address, with_python, tmp_path):
+    page = open_page({"width": 380, "height": 800}, has_touch=True, is_mobile=True)
+    changed(page, "play.js", "LONG = 5000", "LONG = 500")
+    page.goto(f"{address}/notebooks/06_pipedream_flush.html")
+    cell, other = (page.locator(f".cell:has([data-name='{name}'])") for name in ("06-2", "06-a"))
+    cell.locator("textarea").fill("while True:\n    pass\nNone")
+    cell.locator(".check").tap()
+    expect(cell.locator(".said")).to_contain_text("Python is starting")
+    expect(cell.locator(".said")).to_contain_text(
+        "This still runs. If a loop has no end, press Stop"
+    )
+    other.locator(".check").tap()
+    expect(other.locator(".said")).to_contain_text("something else on this page, which still runs")
+    page.screenshot(path=tmp_path / "endless.png")
+    cell.get_by_role("button", name="Stop").tap()
+    for one in (cell, other):
+        expect(one.locator(".said")).to_have_text("Stopped.")
+
+    # A table in what a check says stays whole: it scrolls.
+    table = ">0F0< " + " ".join(f"0F{k}" for k in range(1, 30))
+    cell.locator("textarea").fill(
+        f"class No:\n    passed = False\n    def __repr__(self):"
+        f"\n        return 'deadlock: wait\\n{table}\\n1F0 .'\nNo()"
+    )
+    cell.locator(".check").tap()
+    found = cell.locator(".said .unwrapped")
+    expect(found).to_have_text(re.compile("^>0F0< .*29\\n1F0 .$"))
+    assert found.evaluate("(node) => node.scrollWidth > node.clientWidth && node.clientHeight < 60")
+    page.screenshot(path=tmp_path / "table.png")
 
 
 @in_a_browser

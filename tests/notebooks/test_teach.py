@@ -43,7 +43,7 @@ def test_a_wrong_schedule_is_shown():
     exercise = build(devices=2, microbatches=2, makespan=9, in_flight=0)
     slow = exercise.check(make("inter_layer", 2, 2))
     assert repr(slow).startswith(
-        "Not yet: makespan 12, to reach: 9; 1 micro-batches in flight, to reach: 0.\n0F0 ."
+        "Not yet: makespan 12, must be at most 9; 1 micro-batches in flight, must be at most 0.\n"
     )
     stuck = exercise.check("0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1")
     assert ">0B0<" in repr(stuck)
@@ -62,7 +62,7 @@ def test_a_wrong_schedule_is_shown():
 def test_less_work_or_another_training_is_not_what_was_asked(other):
     said = build(devices=2, microbatches=2, makespan=99).check(other)
     assert said.passed is False
-    assert "asked: 2 devices, 2 stages, 2 micro-batches and 1 update(s)" in repr(said)
+    assert "asks for 2 devices, 2 stages, 2 micro-batches and 1 update(s)" in repr(said)
 
 
 @pytest.mark.parametrize("answer", [10, [5.0, 9.0], "five", [1, "x"]])
@@ -90,7 +90,7 @@ def test_a_likely_mistake_has_a_hint_of_its_own():
         return {"Not squared.": p * p}
 
     said = write(lambda p: p, [(1,), (2,)], slips).check(lambda p: p**2)
-    assert repr(said) == "Not yet: for (2) it gives 4, right is 2. Not squared."
+    assert repr(said) == "Not yet: for (2) it gives 4, but 2 is right. Not squared."
     assert "Not squared" not in repr(write(lambda p: 3, [(2,)], slips).check(abs))
 
 
@@ -148,7 +148,7 @@ def test_an_answer_may_use_up_its_lists():
     assert teach.check("04-2", iter([1, 1, 5])).passed is False
     exercise = write(sum, [([1, 2],)], lambda given: {"The first alone.": given[0]})
     said = exercise.check(lambda given: given.pop(0))
-    assert repr(said) == "Not yet: for ([1, 2]) it gives 1, right is 3. The first alone."
+    assert repr(said) == "Not yet: for ([1, 2]) it gives 1, but 3 is right. The first alone."
 
 
 def test_what_a_lecture_lacks_is_not_a_wrong_name(monkeypatch):

@@ -86,7 +86,7 @@ def test_the_shortest_wait_for_cycle():
         validate(Schedule.from_grid(grid))
     first, drawing = str(error.value).split("\n", 1)
     assert (
-        "device 0 holds at 0B0 until 1B0 on device 1; device 1 holds at 1F1 until 0F1 on device 0"
+        "device 0 waits at 0B0 for 1B0 on device 1; device 1 waits at 1F1 for 0F1 on device 0"
         in first
     )
     assert drawing.count(">") == 2
@@ -94,7 +94,7 @@ def test_the_shortest_wait_for_cycle():
 
 
 def test_a_row_can_wait_for_itself():
-    with pytest.raises(ScheduleError, match="device 0 holds at 1F0 until 0F0 on device 0"):
+    with pytest.raises(ScheduleError, match="device 0 waits at 1F0 for 0F0 on device 0"):
         validate(Schedule.from_grid("1F0 0F0 1B0 0B0"))
 
 
@@ -111,7 +111,7 @@ def test_rendezvous_deadlock_of_a_table_that_queues_would_pass():
     )
     with pytest.raises(
         ScheduleError,
-        match="device 0 holds at 0SEND_F1 until 1RECV_F1 on device 1; device 1 holds at 1SEND_B0",
+        match="device 0 waits at 0SEND_F1 for 1RECV_F1 on device 1; device 1 waits at 1SEND_B0",
     ):
         validate(Schedule.from_grid("\n".join(rows)))
     compute = "\n".join(" ".join(c for c in row.split() if "_" not in c) for row in rows)
@@ -194,7 +194,7 @@ def test_of_two_cycles_the_shorter_one_is_named():
         0F0 0B0 0F1 0B1
         1F1 1F0 1B0 1B1
         3F0 2F0 2F1 3F1 3B0 2B0 3B1 2B1"""
-    with pytest.raises(ScheduleError, match="device 2 holds at 3F0 until 2F0 on device 2: change"):
+    with pytest.raises(ScheduleError, match="device 2 waits at 3F0 for 2F0 on device 2: change"):
         validate(Schedule.from_grid(grid))
 
 

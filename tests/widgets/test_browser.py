@@ -1,5 +1,6 @@
 """The explorer in JupyterLab in a real browser; skipped where there is no Chromium."""
 
+import json
 import re
 import shutil
 from contextlib import suppress
@@ -17,6 +18,8 @@ from jupyter_lab import (
     set_theme,
     write_notebook,
 )
+from pipelab import make
+from pipelab.widgets import Editor, Explorer
 
 expect = pytest.importorskip("playwright.sync_api").expect
 PATIENCE = 60_000  # milliseconds: on a busy machine what is waited for may come late
@@ -57,7 +60,7 @@ PALE = """(least) => {
   };
   const text = (node) => node.closest("label:has(:disabled)") ? "" : node.textContent || node.value;
   const forms = "span, select, input, button, summary, legend";
-  const texts = `${forms}, td, th, dd, dt, .error, .frame text, .peaks text`;
+  const texts = `${forms}, td, th, dd, dt, .error, .frame text, .names text, .peaks text`;
   return [...document.querySelectorAll(`.pipelab-explorer :is(${texts})`)]
     .filter((node) => node.getClientRects().length && text(node))
     .map((node) => [text(node), contrast(node)]).filter(([, found]) => found < least);
@@ -452,3 +455,126 @@ def test_the_stored_editor_shows_without_running(folder, address, new_page):
     expect(editor.locator(".tray")).to_be_hidden()
     editor.locator("svg").first.press("ArrowDown")
     expect(editor.locator(".about-cell")).to_contain_text("device 1 is free from 0 on")
+
+
+# ---- under a finger: a front end and the state that Python gave it, without a notebook
+
+STILL = """<meta name="viewport" content="width=device-width"><style>%s</style>
+<div id="here"></div><script type="module">%s
+const state = %s, model = {
+  get: (key) => state[key], set() {}, on() {}, off() {}, save_changes() {},
+  send: (content) => (window.sent ??= []).push(content),
+};
+render({ model, el: document.getElementById("here") });
+</script>"""
+PHONE = {"width": 380, "height": 800}
+FINGER = 40  # pixels that are easy to hit
+
+# What is to be touched and is less wide or high than that.
+SMALL = """(least) => [...document.querySelectorAll("button, select, input, summary, label.mark")]
+  .filter((node) => node.getClientRects().length && node.type !== "checkbox")
+  .filter((node) => Math.min(node.offsetHeight, node.offsetWidth) < least)
+  .map((node) => `${node.tagName} ${node.name || node.textContent}`)"""
+
+
+@pytest.fixture
+def touched(chrome):
+    """Open widgets in a phone's browser."""
+    context = chrome.new_context(viewport=PHONE, has_touch=True, is_mobile=True)
+
+    def open_one(widget, names):
+        page = context.new_page()
+        state = json.dumps({name: getattr(widget, name) for name in names.split()})
+        page.set_content(STILL % (widget._css, widget._esm, state))
+        page.wait_for_selector(".pipelab-explorer svg .frame path", state="attached")
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert page.evaluate(SMALL, FINGER) == []
+        return page
+
+    yield open_one
+    context.close()
+
+
+def explored(touched, *arguments, **more):
+    return touched(Explorer(*arguments, **more), "choices settings drawing error")
+
+
+def tap(page, node):
+    node.scroll_into_view_if_needed()
+    box = node.bounding_box()
+    page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    return box
+
+
+def stands_beside(page, note, box):
+    """Whether a note is close to a box, and in the window."""
+    found = note.bounding_box()
+    above = box["y"] - found["y"] - found["height"]
+    below = found["y"] - box["y"] - box["height"]
+    sides = 0 <= found["x"] and found["x"] + found["width"] <= PHONE["width"]
+    return sides and 0 <= max(above, below) < 30 and found["y"] + found["height"] <= 800
+
+
+def test_a_tap_selects_an_action_and_a_tap_elsewhere_lets_go(touched, tmp_path):
+    page = explored(touched, "gpipe", devices=4, microbatches=8)
+    about, numbers = page.locator(".about"), page.locator("svg .numbers text")
+    for i, name in ((2, "0F2"), (16 + 1, "1F1"), (48 + 3, "3F3")):
+        box = tap(page, numbers.nth(i))
+        expect(about.locator("dt").first).to_have_text(name)
+        page.screenshot(path=tmp_path / f"{name}.png")
+        assert stands_beside(page, about, box)
+    tap(page, page.locator(".clock"))
+    expect(about).to_be_hidden()
+    tap(page, numbers.nth(1))
+    tap(page, page.locator("svg .times text").first)  # in the picture, beside the rows
+    expect(about).to_be_hidden()
+
+
+def test_numbers_are_legible_on_a_phone(touched, tmp_path):
+    page = explored(touched, "interleaved", devices=4, microbatches=8, virtual=2, compare="gpipe")
+    expect(page.locator("svg .numbers text")).to_have_count(2 * 4 * 8 * 3)
+    size = "(nodes) => Math.min(...nodes.map((node) => parseFloat(node.style.fontSize)))"
+    assert page.locator("svg .numbers text").evaluate_all(size) >= 9
+    scroller = page.locator(".scroller")
+    scroller.evaluate("(node) => (node.scrollLeft = 300)")
+    expect(page.locator(".names")).to_have_attribute("transform", "translate(300)")
+    for key in ("Home", "End"):  # keys bring what they select into sight
+        page.locator("svg").press(key)
+    expect(page.locator(".about dt").first).to_have_text("4U0")
+    chosen = page.locator(".chosen").bounding_box()
+    assert 0 < chosen["x"] < PHONE["width"]
+    assert stands_beside(page, page.locator(".about"), chosen)
+    page.screenshot(path=tmp_path / "phone.png", full_page=True)
+
+
+def test_the_bound_is_explained_beside_its_number(touched):
+    page = explored(touched, "gpipe")
+    bound = page.locator(".measures th", has_text="over the bound")
+    said = bound.evaluate("(node) => getComputedStyle(node, '::after').content")
+    assert "no order of one batch in this memory can beat" in said
+
+
+def test_what_a_tapped_cell_is_stands_beside_it(touched, tmp_path):
+    editor = Editor("cap")
+    editor.finish()
+    page = touched(editor, "view")
+    cells = page.locator(".picture svg g.action rect")
+    for i in (0, 1, 12):
+        box = tap(page, cells.nth(i))
+        expect(page.locator(".about-cell.near")).to_contain_text("on device")
+        page.screenshot(path=tmp_path / f"{i}.png")
+        assert stands_beside(page, page.locator(".about-cell"), box)
+    page.locator("svg").first.press("End")
+    expect(page.locator(".about-cell.near")).to_have_count(0)
+
+
+def test_a_finished_table_over_its_cap_keeps_its_colours(touched, tmp_path):
+    editor = Editor("cap", help="free")
+    for row in make("gpipe", 4, 6).rows:
+        for action in row[:-1]:
+            editor.place(str(action))
+    page = touched(editor, "view")
+    page.screenshot(path=tmp_path / "full.png", full_page=True)
+    expect(page.locator(".picture svg g.action")).to_have_count(48)
+    expect(page.locator(".picture svg g.over")).to_have_count(8)
+    expect(page.locator(".picture svg g.stuck")).to_have_count(0)

@@ -201,7 +201,10 @@ BAD = [
         "memory=0.5: zb finds no order for 4 devices; give at least 1",
     ),
     ({"compare": "zb_v", "memory": "nan"}, "memory=nan: zb_v finds no order for 4 devices"),
-    ({"memory": "2, 3"}, "memory='2, 3': give one number, or nothing for as many as devices"),
+    (
+        {"memory": "2, 3"},
+        "memory='2, 3': give one number, or leave it empty for as many as devices",
+    ),
 ]
 
 

@@ -92,7 +92,7 @@ from pipelab.editor import editor  # noqa: E402
 from pipelab.table.action import ScheduleError  # noqa: E402
 from pipelab.widgets import explorer  # noqa: E402
 
-IN_LAB = 'a page has no torch: "Copy link", and run Editor("that link").run() in JupyterLab'
+IN_LAB = 'this page has no torch: "Copy link", then run Editor("the link").run() in JupyterLab'
 YOURS = "your answer"
 WIDGETS: dict[str, Any] = {}
 
@@ -119,7 +119,7 @@ def checked(before: str, cell: str) -> dict[str, Any]:
     """What a notebook says of a cell that ends with a check, run after the code before it."""
     *given, last = ast.parse(cell, YOURS).body or [ast.parse("None").body[0]]
     if not isinstance(last, ast.Expr):
-        return {"passed": None, "text": "The last line has to stay as it was: it checks."}
+        return {"passed": None, "text": "Keep the last line as it was: it checks your answer."}
     scope: dict[str, Any] = {"__name__": "__main__"}
     with redirect_stdout(StringIO()) as printed:
         exec(before, scope)

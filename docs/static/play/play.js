@@ -184,7 +184,8 @@ async function show(node, number) {
     const working = model.busy && python.ready, stop = make("button", { type: "button", textContent: "Stop", onclick: () => python.stop() });
     note.hidden = !why && !loading && !working;
     note.classList.toggle("late", working); // seen only when it takes its time
-    const doing = working ? ["Computing …", make("progress"), stop] : ["Python is starting …", make("progress")];
+    const runs = python.waiting.size > 1 ? "Something else on this page still runs …" : "Computing …";
+    const doing = working ? [runs, make("progress"), stop] : ["Python is starting; your input is kept …", make("progress")];
     note.replaceChildren(...(why ? [why] : doing));
   };
   let touched = false;
@@ -350,6 +351,7 @@ async function png(svg) {
     const style = getComputedStyle(node);
     for (const name of kept) to[k].style.setProperty(name, style.getPropertyValue(name));
   });
+  twin.querySelector(".names").removeAttribute("transform"); // however far it is scrolled
   twin.setAttribute("xmlns", "http://www.w3.org/2000/svg");
   const [width, height] = ["width", "height"].map((name) => 2 * svg.getAttribute(name));
   const image = new Image();
@@ -364,6 +366,18 @@ async function png(svg) {
 
 // ---- exercises: a cell to write in, and what its check says
 
+const LONG = 5000; // milliseconds
+const LATE = "This still runs. If a loop has no end, press Stop: that ends Python, and the next check starts it again.";
+
+// Words wrap; the lines of a table stay whole, and scroll.
+function spaced(text) {
+  const lines = text.split("\n"), isRow = (line) => line.trim().split(/\s+/).every((cell) => /^(\.|>?\d+[A-Z]\d.*)$/.test(cell));
+  const first = lines.findIndex(isRow), last = lines.findLastIndex(isRow) + 1;
+  if (first < 0) return [text];
+  const pieces = [lines.slice(0, first), lines.slice(first, last), lines.slice(last)].map((part) => part.join("\n"));
+  return [pieces[0], make("div", { className: "unwrapped" }, pieces[1]), pieces[2]];
+}
+
 function exercise(node) {
   const { before, cell } = JSON.parse(node.querySelector("script").textContent), { name } = node.dataset;
   if (obstacle(node)) return;
@@ -373,7 +387,16 @@ function exercise(node) {
   const check = make("button", { type: "button", className: "check", textContent: "Check", title: "Ctrl+Enter", onclick: run });
   const again = make("button", { type: "button", textContent: "Start again", onclick: () => ((text.value = cell), grow(), keep(`pipelab-${name}`, null)) });
   const bar = make("div", { className: "bar" }, check, again);
-  let running = false;
+  let running = false, late = 0; // the timer for a check that takes long
+
+  // What a check waits for; after a while, that it may have no end.
+  const tell = () => {
+    if (!running) return;
+    const begun = python.waiting.size > 1 ? "Waiting for something else on this page, which still runs. Stop ends both." : "Checking …";
+    said.replaceChildren(python.ready ? begun : "Python is starting …");
+    if (python.ready) late ||= setTimeout(() => said.replaceChildren(LATE), LONG);
+  };
+  python.watchers.add(tell);
 
   const grow = () => (text.rows = Math.max(2, text.value.split("\n").length));
   text.oninput = () => (grow(), keep(`pipelab-${name}`, text.value));
@@ -393,12 +416,14 @@ function exercise(node) {
     running = true;
     check.textContent = "Stop";
     said.className = "said";
-    said.replaceChildren(python.ready ? "Checking …" : "Python is starting …");
-    const { passed, text: words, folded, failed } = await python.ask({ do: "check", before, cell: text.value });
+    const asked = python.ask({ do: "check", before, cell: text.value });
+    tell();
+    const { passed, text: words, folded, failed } = await asked;
     running = false;
+    late = clearTimeout(late);
     check.textContent = "Check";
     said.className = `said ${passed ? "right" : passed === false || failed ? "wrong" : ""}`;
-    said.replaceChildren(failed ?? words);
+    said.replaceChildren(...spaced(failed ?? words));
     if (folded) said.append(make("details", {}, make("summary", {}, "Show it"), folded));
   }
 

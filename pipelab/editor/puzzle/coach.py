@@ -37,7 +37,7 @@ def coach(draft: Draft, steps: int = STEPS) -> Advice:
     """
     best = finish(draft, steps)
     if draft.whole:
-        raise Refused("the table is whole: there is nothing left to place")
+        raise Refused("the table is complete: nothing is left to place")
     # The next one of every device: by their times alone, those of no length could come too early.
     rows = zip(best.rows, draft.rows, strict=True)
     following = [a for row, placed in rows for a in row[len(placed) :][:1]]
@@ -83,9 +83,14 @@ def finish(draft: Draft, steps: int = STEPS) -> Draft:
     if draft.problem:
         raise Refused(f"this cannot be finished: {draft.problem}")
     if stuck := draft.placed - draft.running.placed:
-        raise Refused(f"this cannot be finished yet: {min(stuck)} waits for what is not placed")
+        raise Refused(
+            f"this cannot be finished yet: {min(stuck)} waits for an action that is not placed"
+        )
     if not draft.can_finish:
-        raise Refused("no micro-batch can go on to its last stage and back within the cap")
+        raise Refused(
+            "this cannot be finished: within the cap, no micro-batch can reach its last stage and "
+            "come back"
+        )
     if draft.whole:
         return draft
     found = []
@@ -216,8 +221,8 @@ def stamp(draft: Draft, microbatch: int = 0, interval: float | None = None) -> D
     block = [a for a in task.needs if a.microbatch == microbatch and a.kind is not Kind.U]
     missing = [a for a in block if a not in draft.placed]
     if missing or not block:
-        what = f"{missing[0]} is missing" if missing else "there is no such micro-batch"
-        raise Refused(f"the block of micro-batch {microbatch} is not whole: {what}")
+        what = f"{missing[0]} is not placed yet" if missing else "there is no such micro-batch"
+        raise Refused(f"micro-batch {microbatch} cannot be stamped: {what}")
     if draft.problem:
         raise Refused(f"this cannot be stamped: {draft.problem}")
     if interval is None:
@@ -235,5 +240,5 @@ def stamp(draft: Draft, microbatch: int = 0, interval: float | None = None) -> D
         rows = insert_updates(rows, task.per_update)
     stamped = Draft.of(task, rows)
     if stamped.problem:
-        raise Refused(f"stamped every {interval:g}, this block makes no table: {stamped.problem}")
+        raise Refused(f"stamped every {interval:g}, this does not run: {stamped.problem}")
     return stamped

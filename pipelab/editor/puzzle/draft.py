@@ -160,8 +160,8 @@ class Draft:
             )
         if not draft.can_finish:
             raise Refused(
-                f"{action} would leave no room: no micro-batch could go on to its last stage and "
-                "back any more within the cap"
+                f"{action} cannot be used here: within the cap, no micro-batch could then reach "
+                "its last stage and come back"
             )
         return draft
 
@@ -171,7 +171,7 @@ class Draft:
         if action not in task.needs:
             raise ScheduleError(
                 f"{action} is not in this table, which has {min(task.needs)} to {max(task.needs)}; "
-                "a single update follows by itself"
+                "a single update places itself"
             )
         if action in self.placed:
             raise Refused(f"{action} is placed already, on device {device}")
@@ -234,6 +234,7 @@ class Draft:
     def over_cap(self) -> str:
         """Words on what has to come first where a device holds more than its cap, or ""."""
         task = self.task
+        what = "slices" if task.slices > 1 else "micro-batches"
         for device, cap in enumerate(task.caps):
             row = self.rows[device]
             over = [i for i, count in enumerate(task.in_flight(row)) if count > cap]
@@ -241,7 +242,7 @@ class Draft:
                 returns = [a._replace(kind=task.releases) for a in row if a.kind is Kind.F]
                 first = next(a for a in returns if a not in row[: over[0]])
                 return (
-                    f"device {device} would hold {cap + 1} micro-batches, its cap is {cap}: "
+                    f"device {device} would hold {cap + 1} {what}, its cap is {cap}: "
                     f"{first} has to come first"
                 )
         return ""
@@ -255,7 +256,11 @@ class Draft:
         that it held, and the next one is asked.
         """
         task = self.task
-        if self.over_cap or not task.caps or (task.virtual == 1 and not task.by_hand):
+        if (
+            self.over_cap
+            or not task.caps
+            or (task.virtual == task.slices == 1 and not task.by_hand)
+        ):
             return not self.over_cap
         done = set(self.placed)
         room = [
@@ -271,8 +276,11 @@ class Draft:
                     room[task.device(action)] += action.kind is task.releases
             # [2] The forwards of a micro-batch for which there is room.
             coming = [a for a in waiting if a.kind is Kind.F]
-            for k in sorted({a.microbatch for a in coming}):  # an early one gives back first
-                forwards = [a for a in coming if a.microbatch == k]
+            of = {
+                a: a.microbatch // task.slices for a in coming
+            }  # the slices of a sequence go together
+            for k in sorted(set(of.values())):  # an early one gives back first
+                forwards = [a for a in coming if of[a] == k]
                 taken = Counter(map(task.device, forwards))
                 others = {need for a in forwards for need in task.needs[a]}
                 if all(room[d] >= n for d, n in taken.items()) and others <= done.union(forwards):

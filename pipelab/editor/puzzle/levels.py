@@ -149,6 +149,17 @@ _ALL = (
         Task(3, 4, costs=SLOW_LAST, cap=2, split=True),
         23,
     ),
+    Level(
+        "slices",
+        "Slices of sequences",
+        "half a sequence fills the pipeline sooner; the slices come back last first",
+        "Three devices, three sequences in two slices each: 0 and 1, 2 and 3, 4 and 5. A slice "
+        "attends to the one before it, so its forward comes later and its backward earlier. A "
+        "forward takes 0.5, a backward 1. With whole sequences this would take 15.",
+        Task(3, 6, slices=2, cap=(4, 3, 2)),
+        12,
+        "Seq1F1B",
+    ),
 )
 LEVELS = {level.name: level for level in _ALL}
 

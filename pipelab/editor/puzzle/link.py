@@ -1,7 +1,7 @@
 """A draft as text: in a link, and in a file that any reader of tables knows."""
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -64,9 +64,11 @@ def read_task(text: str) -> Task:
     """The inverse of `write_task`. ScheduleError or CostError for what is no task."""
     found = dict(parse_qsl(text))
     if unknown := sorted(found.keys() - SIZES - COSTS):
-        raise ScheduleError(f"{unknown[0]}= is none of {', '.join(sorted(SIZES | COSTS))}")
+        raise ScheduleError(
+            f"{unknown[0]}= is not known: there are {', '.join(sorted(SIZES | COSTS))}"
+        )
     if missing := sorted({"devices", "microbatches"} - found.keys()):
-        raise ScheduleError(f"{missing[0]}= is missing in the link: copy all of it")
+        raise ScheduleError(f"the link has no {missing[0]}=: copy all of it")
     values = {name: _value(name, part) for name, part in found.items()}
     costs = Costs(**{name: values.pop(name) for name in found if name in COSTS})
     return Task(**values, costs=costs)
@@ -83,13 +85,13 @@ def _value(name: str, text: str) -> Any:
     if name in NAMED:
         members = NAMED[name].__members__
         if text not in members:
-            raise ScheduleError(f"{name}={text} is none of {', '.join(members)}")
+            raise ScheduleError(f"{name}={text}: use one of {', '.join(members)}")
         return members[text]
     try:
         values = tuple(float(x) if name in COSTS else int(x) for x in text.split("_"))
     except ValueError:
         raise ScheduleError(
-            f"{name}={text!r} is no number, and no list of numbers with _ between"
+            f"{name}={text!r} is not a number: give one, or several with _ between"
         ) from None
     return values if len(values) > 1 else values[0]
 
@@ -98,9 +100,14 @@ def task_of(table: Schedule) -> Task:
     """The task that a table does. ScheduleError where it is none that can be edited."""
     sizes = table.devices, table.microbatches, table.stages // table.devices, table.batches
     task = Task(*sizes, table.per_update, table.reads, split=Kind.I in table.kinds)
-    if table.has_transfers or table.placement != task.table.placement:
+    task = replace(task, slices=table.per_sequence)
+    if (
+        table.has_transfers
+        or table.placement != task.table.placement
+        or (table.slices != task.table.slices)
+    ):
         raise ScheduleError(
-            f"{table.name} cannot be edited: stages have to stand in a loop over the devices, and "
-            "transfers must not be written out"
+            f"{table.name} cannot be edited: its stages must be placed in a loop over the devices, "
+            "its transfers must not be written out, and slices must be equally long"
         )
     return task

@@ -25,6 +25,8 @@ TITLES = {  # the plainest first: it comes first where a table is several
     "zb_h1": "ZB-H1",
     "zb_h2": "ZB-H2",
     "zb": "the automatic zero-bubble schedule",
+    "terapipe": "TeraPipe",
+    "seq1f1b": "Seq1F1B",
 }
 
 
@@ -33,11 +35,13 @@ def known_rows(task: Task) -> tuple[tuple[str, Rows], ...]:
     """Titles and rows of the schedules that do this task, whatever its cap."""
     found = []
     sizes: dict[str, Any] = {"virtual": task.virtual, "batches": task.batches}
+    counts = {"virtual": task.virtual > 1, "slices": task.slices > 1}
     for name in dict.fromkeys([*TITLES, *SCHEDULES]):
-        if name not in SCHEDULES or takes(name, "virtual") != (task.virtual > 1):
+        if name not in SCHEDULES or any(takes(name, size) != of for size, of in counts.items()):
             continue
+        sizes |= {"slices": task.slices} if task.slices > 1 else {}
         try:
-            table = make(name, task.devices, task.microbatches, **sizes)
+            table = make(name, task.devices, task.microbatches // task.slices, **sizes)
             same_rows = replace(table, name=task.table.name, rows=task.table.rows)
         except ScheduleError:
             continue  # it does not come in these sizes, or places other stages

@@ -25,6 +25,7 @@ from pipelab.table.validate import check_type, needed_in_row
 Rows = tuple[tuple[Action, ...], ...]
 PLAIN = Costs()  # unit times
 LARGEST = 400  # actions: beyond, a move is not answered at once
+BACK = (Kind.B, Kind.I, Kind.W)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Task:
     cap       per device, the most micro-batches (of chunks) held for a backward; one number is for
               every device; None: as many as you like
     split     whether backwards come in two parts, I and W, in place of B
+    slices    of each sequence, equally long: `microbatches`, numbers and caps count these then
 
     Updates are placed by hand where a stage has several; a single one follows the row's last
     backward by itself.
@@ -50,13 +52,14 @@ class Task:
     costs: Costs = field(default=PLAIN, hash=False)
     cap: tuple[int, ...] | int | None = None
     split: bool = False
+    slices: int = 1
 
     def __post_init__(self) -> None:
         per_update = self.per_update or self.microbatches
         check_counts(
             **{
                 size: getattr(self, size)
-                for size in ("devices", "microbatches", "virtual", "batches")
+                for size in ("devices", "microbatches", "virtual", "batches", "slices")
             },
             per_update=per_update,
         )
@@ -65,7 +68,7 @@ class Task:
         object.__setattr__(self, "per_update", per_update)
         if self.size > LARGEST:  # before a table of that size is made
             raise ScheduleError(
-                f"{self.size} actions: the editor takes {LARGEST}; make a size smaller"
+                f"{self.size} actions: the editor takes {LARGEST}, so make a size smaller"
             )
         once_a_batch = self.reads is Reads.PREVIOUS and self.per_update == self.microbatches
         if self.reads is not Reads.LATEST and not once_a_batch:
@@ -77,17 +80,18 @@ class Task:
             caps = self.cap if isinstance(self.cap, Iterable) else [self.cap] * self.devices
             caps = [most for cap in caps for most in check_counts(cap=cap)]
             object.__setattr__(self, "cap", tuple(caps))
-            if len(self.caps) != self.devices or min(self.caps) < self.virtual:
+            least = self.virtual * self.slices
+            if len(self.caps) != self.devices or min(self.caps) < least:
                 raise ScheduleError(
-                    f"cap={self.cap}: give one number, or {self.devices}; a micro-batch needs room "
-                    f"in all {self.virtual} chunks"
+                    f"cap={self.cap}: give one number or {self.devices}, each {least} or more: a "
+                    f"micro-batch needs room in all {self.virtual} chunks"
                 )
         _ = self.seconds  # raises for other sizes that make no table, and for costs that do not fit
 
     def resized(self, **sizes: Any) -> "Task":
         """The same with other sizes, without a cap; with plain costs where its own do not fit."""
         per_update = 0 if self.per_update == self.microbatches else self.per_update
-        changes: dict[str, Any] = {"cap": None, "per_update": per_update} | sizes
+        changes: dict[str, Any] = {"cap": None, "per_update": per_update, "slices": 1} | sizes
         try:
             return replace(self, **changes)
         except CostError:
@@ -115,8 +119,19 @@ class Task:
             [a._replace(kind=kind) for a in row for kind in parts.get(a.kind, (a.kind,))]
             for row in whole.rows
         ]
+        slices: tuple[float, ...] = ()
+        if (n := self.slices) > 1:  # those of a sequence come back last first
+            slices = (1.0,) * n
+            rows = [
+                [
+                    a._replace(microbatch=k + n - 1 - 2 * (k % n)) if a.kind in BACK else a
+                    for a in row
+                    for k in [a.microbatch]
+                ]
+                for row in rows
+            ]
         sizes = self.microbatches, self.batches, self.per_update
-        return Schedule("a table", rows, whole.placement, *sizes, self.reads)
+        return Schedule("a table", rows, whole.placement, *sizes, self.reads, slices=slices)
 
     @property
     def by_hand(self) -> bool:

@@ -20,10 +20,10 @@ ANSWERS = {
             'answer = "0F0 1F0 2F0 2B0 1B0 0B0"': "1 devices, 3 stages, 1 micro-batches",
             'answer = "0F0 0B0\\n1B0 1F0\\n2F0 2B0"': "it needs 1F0 first",
             'answer = "0F0 0B0\\n1F0 1B0\\n2F0"': "2B0 is missing on device 2",
-            'answer = "0F0 0B0\\n1F0 1B0"': "asked: 3 devices, 3 stages, 1 micro-batches",
-            'answer = "0F0\\n1F0\\n2F0"': "nothing goes back",
+            'answer = "0F0 0B0\\n1F0 1B0"': "asks for 3 devices, 3 stages, 1 micro-batches",
+            'answer = "0F0\\n1F0\\n2F0"': "there is no backward",
             'answer = "F0 B0"': "is not an action",
-            'answer = ["0F0 0B0", "1F0 1B0", "2F0 2B0"]': "a line a device",
+            'answer = ["0F0 0B0", "1F0 1B0", "2F0 2B0"]': "one line for each device",
         },
     },
     "00-3": {
@@ -34,7 +34,7 @@ ANSWERS = {
         "wrong": {
             'answer = "0F0 0F1 0B0 0B1\\n1F0 1B0 1F0 1B1"': "1F0 stands twice on device 1",
             'answer = "0F0 0F1 0B0 0B1\\n1F0 1B0 1B1"': "1F1 is missing on device 1",
-            'answer = "0F0 0B0\\n1F0 1B0"': "asked: 2 devices, 2 stages, 2 micro-batches",
+            'answer = "0F0 0B0\\n1F0 1B0"': "asks for 2 devices, 2 stages, 2 micro-batches",
             'answer = "0F0 0F1 0B0 0B1\\n1F0 1B1 1F1 1B0"': "it needs 1F1 first",
         },
     },
@@ -46,7 +46,7 @@ ANSWERS = {
             'answer = "gpipe"': "here 0B0 is before 0F3",
             'answer = "inter_layer"': "here 0F1 follows 0F0",
             'answer = "interleaved"': "device 0 has stage 0 alone",
-            'answer = "2BW"': "is none of",
+            'answer = "2BW"': "choose from",
         },
     },
 }

@@ -50,7 +50,9 @@ ANSWERS = {
                 "never puts gradient 0 of stage 1 into queues[1, 0]"
             ),
             WORKER.replace("inputs[k]", "inputs[0]"): "forward(1, input 0)",
-            WORKER.replace("stage.optimizer.step()", "pass"): "right is forward(0, input 0), back",
+            WORKER.replace(
+                "stage.optimizer.step()", "pass"
+            ): "it must be forward(0, input 0), back",
             WORKER.replace("if s > 0:", "if True:"): "it raises KeyError",
             WORKER.replace(
                 "queues[s, s + 1].put(y)", "queues[s, s + 1].put(y); queues[s + 1, s].put(y)"
@@ -73,7 +75,7 @@ ANSWERS = {
             "answer = lambda o, b: 2 * sum(o[sum(b[:i]) - 1] for i in range(1, len(b) + 1))": (
                 "crosses no cut"
             ),
-            "answer = lambda o, b: 2 * sum(o[n] for n in b)": "it gives 120, right is 20.",
+            "answer = lambda o, b: 2 * sum(o[n] for n in b)": "it gives 120, but 20 is right.",
             "answer = lambda o, b: 2 * sum(o[:-1])": "Layers inside a stage",
             "answer = lambda o, b: 2 * sum(o[: len(b) - 1])": "the first layers",
             "answer = lambda o, b: 2 * sum(o[sum(b[:i])] for i in range(1, len(b)))": "behind the cut",
@@ -86,9 +88,9 @@ ANSWERS = {
             'answer = "0F1 0F0 0B1 0B0\\n1F1 1F0 1B1 1B0\\n2F1 2B1 2F0 2B0"',
         ],
         "wrong": {
-            'answer = pl.make("inter_layer", 3, 2)': "makespan 18, to reach: 12",
+            'answer = pl.make("inter_layer", 3, 2)': "makespan 18, must be at most 12",
             'answer = "0F0 0B0 0F1 0B1\\n1F1 1F0 1B0 1B1\\n2F0 2F1 2B0 2B1"': ">",
-            'answer = pl.make("gpipe", 3, 1)': "asked: 3 devices, 3 stages, 2 micro-batches",
+            'answer = pl.make("gpipe", 3, 1)': "asks for 3 devices, 3 stages, 2 micro-batches",
         },
     },
     "01-4": {

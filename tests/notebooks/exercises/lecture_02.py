@@ -101,10 +101,10 @@ ANSWERS = {
             ),
             "answer = lambda model, x, y, m: 1.01 * gradient(model, x, y, m, 1 / m)": "add up to 1",
             "answer = lambda model, x, y, m: gradient(model, x, y, m, float('nan'))": "add up to 1",
-            "answer = lambda model, x, y, m: gradient(model, x, y, m, 1)[:, None]": "asked: one vector",
+            "answer = lambda model, x, y, m: gradient(model, x, y, m, 1)[:, None]": "must be one vector",
             "answer = lambda model, x, y, m: gradient(model, x, y, m, 1)": "no piece has a weight",
             UNEVEN.format(loss="mse_loss(model(part), target) / len(part)"): "add up to 1",
-            "answer = lambda model, x, y, m: model(x)": "asked: one vector",
+            "answer = lambda model, x, y, m: model(x)": "must be one vector",
             "answer = lambda model, x, y, m: [*model.parameters()]": "torch.cat of all gradients",
             "answer = lambda model, x, y, m: gradient(model, x, y, 1, 1)": "no micro-batches",
             UNEVEN.format(loss=SQUARES).replace("model.zero_grad()", "pass"): "from before",
@@ -120,12 +120,12 @@ ANSWERS = {
         "wrong": {
             'answer = "0F0 0F1 0B0 0F2 0F3 0B1 0B2 0B3\\n'
             "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\\n"
-            '2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"': "makespan 21, to reach: 18",
+            '2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"': "makespan 21, must be at most 18",
             'answer = "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\\n'
             "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3\\n"
             '2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3"': "deadlock",
             'answer = pl.make("gpipe", 3, 4)': "more than one action has moved",
-            'answer = pl.make("gpipe", 3, 3)': "asked: 3 devices, 3 stages, 4 micro-batches",
+            'answer = pl.make("gpipe", 3, 3)': "asks for 3 devices, 3 stages, 4 micro-batches",
             "answer = 18": "18 is not a table",
         },
     },

@@ -37,7 +37,7 @@ ANSWERS = {
             'answer = "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5"': "deadlock",
             'answer = " ".join(map(str, pl.make("pipedream", 4, 6).rows[1]))': "it has room for 2",
             'answer = "1F0 1F1 1F2 1F3 1B0 1B1 1F4 1B2 1F5 1B3 1B4 1B5"': "holds 4 micro-batches",
-            'answer = "1F0 1F1 1F2 1F3 1F4 1F5 1B0 1B1 1B2 1B3 1B4 1B5"': "until 0F4",
+            'answer = "1F0 1F1 1F2 1F3 1F4 1F5 1B0 1B1 1B2 1B3 1B4 1B5"': "for 0F4",
             'answer = "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4 1B5"': "1F5 is missing",
             'answer = "F0 F1 F2 B0"': "F0",
             "answer = 27": "is not a row in text",
@@ -53,7 +53,7 @@ ANSWERS = {
             "answer = lambda t, s, n: (max(0, t - (n - 1 - s)), 0)": "what stashing reads",
             "answer = lambda t, s, n: (t - n + 1, s)": "no version before 0",
             "answer = lambda t, s, n: (max(0, t - n + 1), s)": "at the very start",
-            "answer = lambda t, s, n: max(0, t - n + 1)": "right is (0, 0)",
+            "answer = lambda t, s, n: max(0, t - n + 1)": "but (0, 0) is right",
         },
     },
     "03-4": {
@@ -83,8 +83,8 @@ ANSWERS = {
         "wrong": {
             "from dataclasses import replace\n"
             "answer = replace(pipedream(3, 6), reads=Reads.PREVIOUS)": "reads PREVIOUS, another rule",
-            "answer = pipedream(3, 6)": "versions kept [3, 2, 1], to reach: 2",
-            'answer = pl.make("gpipe", 3, 6)': "asked: 3 devices",
+            "answer = pipedream(3, 6)": "versions kept [3, 2, 1], must be at most 2",
+            'answer = pl.make("gpipe", 3, 6)': "asks for 3 devices",
             'answer = """\n0F0 0F1 0B0 0F2 0B1 0F3 0B2 0F4 0B3 0F5 0B4 0B5\n'
             "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1B4 1B5\n"
             '2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5\n"""': "makespan",

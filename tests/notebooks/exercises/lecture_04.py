@@ -37,7 +37,7 @@ ANSWERS = {
         "wrong": {
             "answer = [2, 2, 3]": "stage 0 keeps 3 micro-batches, 24 bytes of 12",
             "answer = [1, 1, 5]": "the slowest has to come down to 11",
-            "answer = [3, 4]": "does not share 7 layers among 3 stages",
+            "answer = [3, 4]": "does not divide 7 layers among 3 stages",
             "answer = 11": "is not a list of whole numbers",
         },
     },
@@ -48,7 +48,7 @@ ANSWERS = {
         ],
         "wrong": {
             "answer = lambda n: 12 / (n - 1)": "needs 2 ms",
-            "answer = lambda n: max(12 // (n - 1), 2)": "for (6) it gives 2, right is 2.4",
+            "answer = lambda n: max(12 // (n - 1), 2)": "for (6) it gives 2, but 2.4 is right",
             "answer = lambda n: 14 / n": "shares both layers",
             "answer = lambda n: 12 / (n - 1) + 2": "the slower sets the pace",
             "answer = 2": "is not a function",

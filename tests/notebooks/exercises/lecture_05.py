@@ -44,8 +44,8 @@ ANSWERS = {
             "from math import ceil\nanswer = lambda p, w, k: p + ceil(w / k)": "both hold the same",
             "answer = lambda p, w, k: w // k + 1": "2BW has activations",
             "answer = lambda p, w, k: p + 2 * w // k + 1": "GPipe has weights",
-            "answer = lambda p, w, k: p": "right is 9",
-            "answer = lambda p, w, k: p + round(w / k) + 1": "for (3, 11, 4) it gives 7, right is 6",
+            "answer = lambda p, w, k: p": "but 9 is right",
+            "answer = lambda p, w, k: p + round(w / k) + 1": "for (3, 11, 4) it gives 7, but 6 is right",
         },
     },
     "05-3": {
@@ -57,7 +57,7 @@ ANSWERS = {
             rows(AHEAD, ROW_1): "has made only 0 before it",
             rows(EARLY, ROW_1): "it needs 0B1 first",
             rows(AHEAD, ROW_1, header="# microbatches=2 batches=3\n"): "another rule than 2BW's",
-            rows(SLOW, ROW_1): "to reach: 21",
+            rows(SLOW, ROW_1): "must be at most 21",
             'answer = pl.make("pipedream_2bw", 2, 2, batches=3)': "more than one action has moved",
             "answer = 21": "Not yet",
         },
@@ -89,8 +89,8 @@ ANSWERS = {
         "wrong": {
             "answer = pipedream_2bw(4, 2, 3)": "has made only 0 before it",
             "answer = replace(pipedream_2bw(4, 2, 3), reads=Reads.LATEST)": "another rule",
-            "answer = pl.make('pipedream_flush', 4, 2, batches=3)": "to reach: 36",
-            "answer = pipedream_2bw(4, 4, 3)": "asked: 4 devices",
+            "answer = pl.make('pipedream_flush', 4, 2, batches=3)": "must be at most 36",
+            "answer = pipedream_2bw(4, 4, 3)": "asks for 4 devices",
         },
     },
 }

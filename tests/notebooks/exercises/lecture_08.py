@@ -20,8 +20,8 @@ ANSWERS = {
         "wrong": {
             'answer = pl.make("gpipe", 3, 4)': "which micro-batch was the last in",
             'answer = pl.make("pipedream_flush", 3, 4)': "all forwards come first",
-            "answer = spmd.spmd_table(4, 4)": "asked: 3 devices",
-            'answer = "0F0 0B0"': "asked: 3 devices",
+            "answer = spmd.spmd_table(4, 4)": "asks for 3 devices",
+            'answer = "0F0 0B0"': "asks for 3 devices",
         },
     },
     "08-3": {
@@ -50,7 +50,7 @@ ANSWERS = {
             "answer = lambda t, d, p, m, v: (d, t - d) if 0 <= t - d < m else (-1, -1)": "lap",
             "answer = lambda t, d, p, m, v: (t // m * p + d, t % m) if t < m * v else (-1, -1)":
                 "d iterations after",
-            "answer = lambda t, d, p, m, v: t": "right is",
+            "answer = lambda t, d, p, m, v: t": "is right",
             "answer = lambda t, d, p, m, v: (d * v + (t - d) // m, (t - d) % m)"
             " if 0 <= t - d < m * v else (-1, -1)": "s mod p",
         },

@@ -50,7 +50,7 @@ ANSWERS = {
             "answer = lambda R, W: 0.6 * R / W": "how much is saved",
             "answer = lambda R, W: 4 * R / (7.5 * W)": "sends the bytes twice",
             "answer = lambda R, W: 1.5 * R / (7.5 * W)": "has four bytes",
-            "answer = lambda R, W: 0.8 * W / R": "right is",
+            "answer = lambda R, W: 0.8 * W / R": "is right",
         },
     },
 }

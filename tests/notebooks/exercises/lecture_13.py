@@ -29,9 +29,9 @@ ANSWERS = {
             'answer = pl.make("zb", 3, 4, costs=Costs([1, 2, 1], [1, 2, 1], 1), memory=2)': (
                 "that is the library's zb"
             ),
-            'answer = pl.make("inter_layer", 3, 4).grid()': "makespan 44, to reach: 21",
-            'answer = pl.make("pipedream_flush", 3, 4).grid()': "makespan 24, to reach: 21",
-            'answer = pl.make("zb_h1", 3, 4).grid()': "3 micro-batches in flight, to reach: 2",
+            'answer = pl.make("inter_layer", 3, 4).grid()': "makespan 44, must be at most 21",
+            'answer = pl.make("pipedream_flush", 3, 4).grid()': "makespan 24, must be at most 21",
+            'answer = pl.make("zb_h1", 3, 4).grid()': "3 micro-batches in flight, must be at most 2",
             "answer = 21": "is not a table",
         },
     },
@@ -39,9 +39,9 @@ ANSWERS = {
         "right": ["answer = 26", "answer = bound(Costs(transfer=0.5), 8, 2).makespan"],
         "wrong": {
             "answer = 6": "the work alone",
-            "answer = 19": "no time",
-            "answer = 25": "the last W",
-            "answer = 28": "fit into the way back",
+            "answer = 19": "leaves out the time of the messages",
+            "answer = 25": "The last W is missing",
+            "answer = 28": "two W during the way back",
             "answer = 30": "what the second one adds",
         },
     },
@@ -58,12 +58,12 @@ ANSWERS = {
                 "other devices' W"
             ),
             "answer = lambda p, m, k, F, I, W, c: m * (p * (F + I) + 2 * (p - 1) * c + W)": (
-                "How many are there"
+                "How many places are there"
             ),
             "answer = lambda p, m, k, F, I, W, c: m * (F + I + W)": "own work",
-            "answer = lambda p, m, k, F, I, W, c: m * (p * (F + I) + W) / k": "there and back",
+            "answer = lambda p, m, k, F, I, W, c: m * (p * (F + I) + W) / k": "in both directions",
             "answer = lambda p, m, k, F, I, W, c: -(-m // k) * (p * (F + I) + 2 * (p - 1) * c + W)": (
-                "Do not round"
+                "Do not round up"
             ),
             "def answer(p, m, room, F, I, W, c):\n"
             "    costs = Costs(F, I, W, transfer=c)\n"
@@ -91,17 +91,17 @@ ANSWERS = {
             "answer = max(pl.simulate(claimed).peak_in_flight)",
         ],
         "wrong": {
-            "answer = 2": "from F to I",
+            "answer = 2": "only F to I",
             "answer = 3": "along row 0",
-            "answer = 6": "Some are done",
+            "answer = 6": "Some micro-batches are done",
         },
     },
     "13-6": {
         "right": ['answer = "between"'],
         "wrong": {
-            'answer = "better"': "perhaps 198",
-            'answer = "best"': "that is not proved",
-            'answer = "broken"': "need not be reached",
+            'answer = "better"': "198 may be the best",
+            'answer = "best"': "there is no proof",
+            'answer = "broken"': "need not be a schedule",
         },
     },
 }

@@ -71,10 +71,10 @@ def answer(first, last):
         "wrong": {
             'answer = pl.make("zb_h1", 3, 6)': "that is the library's zb_h1",
             'answer = pl.make("zb_h1", 3, 6).grid()': "a backward is one action here, B",
-            'answer = pl.make("pipedream_flush", 3, 6).grid()': "makespan 34, to reach: 29",
+            'answer = pl.make("pipedream_flush", 3, 6).grid()': "makespan 34, must be at most 29",
             'answer = pl.make("eager_1f1b", 3, 6).grid()': "5 micro-batches in flight",
-            'answer = pl.make("gpipe", 3, 6).grid()': "6 micro-batches in flight, to reach: 4",
-            'answer = pl.make("eager_1f1b", 2, 6).grid()': "asked: 3 devices",
+            'answer = pl.make("gpipe", 3, 6).grid()': "6 micro-batches in flight, must be at most 4",
+            'answer = pl.make("eager_1f1b", 2, 6).grid()': "asks for 3 devices",
         },
     },
     "14-5": {
@@ -90,16 +90,16 @@ def answer(samples, p, fixed, each):
 """,
         ],
         "wrong": {
-            "answer = lambda samples, p, fixed, each: 10 ** 5000": "cannot be judged",
+            "answer = lambda samples, p, fixed, each: 10 ** 5000": "cannot be checked",
             "answer = lambda samples, p, fixed, each: min((m for m in range(1, samples + 1)"
             " if samples % m == 0), key=lambda m: (m + p) * (fixed + samples / m * each))": (
-                "for (60, 2, 3, 2) it gives 10, right is 6"
+                "for (60, 2, 3, 2) it gives 10, but 6 is right"
             ),
             "answer = lambda samples, p, fixed, each: min(range(1, samples + 1),"
             " key=lambda m: (m + p - 1) * (fixed + samples / m * each))": "divide the samples?",
             "answer = lambda samples, p, fixed, each: samples": "its fixed cost",
             "answer = lambda samples, p, fixed, each: 1": "And the bubble",
-            "answer = lambda samples, p, fixed, each: 4 * p": "it gives 16, right is",
+            "answer = lambda samples, p, fixed, each: 4 * p": "it gives 16, but",
             "answer = lambda samples, p, fixed, each: ((p - 1) * samples * each / fixed) ** 0.5": (
                 "has to divide the samples"
             ),

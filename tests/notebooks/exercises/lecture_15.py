@@ -29,7 +29,7 @@ ANSWERS = {
             "answer = lambda stage, steps: pl.make('pipedream_flush', 4, 8).rows[stage]": (
                 "for stage 0 of 2"
             ),
-            "answer = lambda stage, steps: []": "right is",
+            "answer = lambda stage, steps: []": "is right",
             "answer = lambda steps: []": "raises TypeError",
             "answer = 3": "not a function",
         },
@@ -67,7 +67,7 @@ ANSWERS = {
         "wrong": {
             "answer = lambda means, counts: sum(means) / len(means)": "Each word",
             "answer = lambda means, counts: np.dot(means, counts)": "the loss is their mean",
-            "answer = lambda means, counts: np.dot(means, counts) / len(counts)": "right is 3.5",
+            "answer = lambda means, counts: np.dot(means, counts) / len(counts)": "but 3.5 is right",
             "answer = 3": "not a function",
         },
     },

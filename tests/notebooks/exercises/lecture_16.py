@@ -42,7 +42,7 @@ ANSWERS = {
             "    [sum(slice[: i + 1]) + sum(map(sum, slices[:j])) for i in range(len(slice))]\n"
             "    for j, slice in enumerate(slices)\n"
             "]": "in the outputs after it",
-            "answer = lambda slices: slices": "right is",
+            "answer = lambda slices: slices": "is right",
             "answer = lambda: 3": "raises TypeError",
             "answer = 3": "not a function",
         },
@@ -61,8 +61,8 @@ ANSWERS = {
     "16-3": {
         "right": [f"answer = '''{PAIRED}'''", f"answer = Schedule.from_grid('''{PAIRED}''')"],
         "wrong": {
-            f"answer = '''{WHOLE}'''": "to reach: 13",
-            f"answer = '''{AHEAD}'''": "to reach: 3",
+            f"answer = '''{WHOLE}'''": "must be at most 13",
+            f"answer = '''{AHEAD}'''": "must be at most 3",
             'answer = pl.make("pipedream_flush", 2, 4).overlap()': "the library's",
             f"answer = '''{PAIRED}'''.replace('1F1+1B0', '1F1+1B1')": "Not yet",
             "answer = None or 13": "is not a table",
@@ -77,7 +77,7 @@ ANSWERS = {
             "answer = lambda w, down, up, lr: (w - lr * down, w - lr * up)": "its own gradient",
             "answer = lambda w, down, up, lr: (w - lr * up, w - lr * down)": "the other's gradient",
             "answer = lambda w, down, up, lr: [w - lr * (down + up) / 2] * 2": "do not average",
-            "answer = lambda w, down, up, lr: w - lr * (down + up)": "right is",
+            "answer = lambda w, down, up, lr: w - lr * (down + up)": "is right",
             "answer = 3": "not a function",
         },
     },
@@ -93,7 +93,7 @@ ANSWERS = {
                 "Asked are lengths"
             ),
             LENGTHS.format(result="np.diff(ends)[::-1]"): "comes first",
-            LENGTHS.format(result="ends[1:]"): "right is",
+            LENGTHS.format(result="ends[1:]"): "is right",
             "answer = 3": "not a function",
         },
     },
