@@ -60,13 +60,11 @@ first = os.environ.get("RANK", "0") == "0"
 with pipelab.Trainer(schedule, stages, causal_loss, adamw, clip=1.0, resume=last) as trainer:
     while trainer.number < options.steps:
         order.manual_seed(trainer.number // len(loader))  # the epoch
-        steps = min(20, options.steps - trainer.number)
-        for step in trainer.fit(trainer.rest_of(loader), steps, progress=True):
+        for step in trainer.fit(trainer.rest_of(loader), min(20, options.steps - trainer.number), progress=True):
             # With log = torch.utils.tensorboard.SummaryWriter(), or wandb.init():
             # log.add_scalar("loss", step.loss, step.number), or log.log({"loss": step.loss})
             if first and (step.check or step.number % 10 == 0):
-                told = f"loss {step.loss:.3f}, norm {step.norm:.2f}, rate {step.rates[0]:.1e}"
-                print(f"step {step.number}: {told}", step.check or "")
+                print(f"step {step.number}: loss {step.loss:.3f}, norm {step.norm:.2f}, rate {step.rates[0]:.1e}", step.check or "")
         held_out = trainer.evaluate([collate(passages[:32])])
         last = options.folder / f"step_{trainer.number:06}"
         trainer.save(last)
