@@ -26,6 +26,11 @@ AHEAD = """
 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
 1F0 1F1+1B0 1F2+1B1 1F3+1B2 1B3
 """
+AWAY = """
+0F0 0F1+0OFFLOAD0 0F2+0OFFLOAD1 0RELOAD0 0B0+0OFFLOAD2 0F3+0RELOAD1 0B1 0RELOAD2 0B2 0B3
+1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+"""
 
 ANSWERS = {
     "16-1": {
@@ -53,7 +58,7 @@ ANSWERS = {
             "answer = 31.5": "from both ends",
             "answer = 18": "one step less",
             "answer = 15": "saves nothing",
-            "answer = 10.5": "B is I and W",
+            "answer = 10.5": "the wait at the end missing",
             "answer = 4.5": "How many steps",
             "answer = 3": "Follow a middle device",
         },
@@ -63,6 +68,7 @@ ANSWERS = {
         "wrong": {
             f"answer = '''{WHOLE}'''": "must be at most 13",
             f"answer = '''{AHEAD}'''": "must be at most 3",
+            'answer = pl.make("zb_h1", 2, 4).grid()': "no cell has two actions",
             'answer = pl.make("pipedream_flush", 2, 4).overlap()': "the library's",
             f"answer = '''{PAIRED}'''.replace('1F1+1B0', '1F1+1B1')": "Not yet",
             "answer = None or 13": "is not a table",
@@ -70,15 +76,16 @@ ANSWERS = {
     },
     "16-4": {
         "right": [
-            "answer = lambda w, down, up, lr: [w - lr * down - lr * up] * 2",
-            "answer = lambda w, down, up, lr: np.full(2, w - lr * (down + up))",
+            f"answer = '''{AWAY}'''",
+            f"answer = '''{AWAY}'''.replace('0B1 0RELOAD2', '0B1+0OFFLOAD3 0RELOAD2 0RELOAD3')",
         ],
         "wrong": {
-            "answer = lambda w, down, up, lr: (w - lr * down, w - lr * up)": "its own gradient",
-            "answer = lambda w, down, up, lr: (w - lr * up, w - lr * down)": "the other's gradient",
-            "answer = lambda w, down, up, lr: [w - lr * (down + up) / 2] * 2": "do not average",
-            "answer = lambda w, down, up, lr: w - lr * (down + up)": "is right",
-            "answer = 3": "not a function",
+            f"answer = '''{AWAY}'''.replace('0F3+0RELOAD1', '0RELOAD1 0F3')": "must be at most 18",
+            f"answer = '''{AWAY}'''.replace('0B1 0RELOAD2', '0B1+0RELOAD2')": "3 micro-batches",
+            f"answer = '''{AWAY}'''.replace('0RELOAD2', '')": "0RELOAD2 is missing",
+            'answer = pl.make("pipeoffload", 3, 4)': "the library's",
+            'answer = pl.make("pipedream_flush", 3, 4).grid()': "3 micro-batches in flight",
+            "answer = 3": "is not a table",
         },
     },
     "16-5": {
