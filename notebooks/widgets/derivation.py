@@ -114,7 +114,8 @@ class Derivation(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **how: Any) -> Any:
         """The widget, and where it cannot live, every step in one picture."""
         made = super()._repr_mimebundle_(**how)
-        data, metadata = made if isinstance(made, tuple) else (made, {})
+        assert made is not None
+        data, metadata = made
         return {**data, "text/plain": repr(self), "image/png": self.still()}, metadata
 
     def still(self) -> bytes:

@@ -17,6 +17,7 @@ from jupyter_lab import (
     set_theme,
     write_notebook,
 )
+from tests.conftest import thorough
 
 expect = pytest.importorskip("playwright.sync_api").expect
 PATIENCE = 60_000  # milliseconds: on a busy machine what is waited for may come late
@@ -57,7 +58,7 @@ PALE = """(least) => {
   };
   const text = (node) => node.closest("label:has(:disabled)") ? "" : node.textContent || node.value;
   const forms = "span, select, input, button, summary, legend";
-  const texts = `${forms}, td, th, dd, dt, .error, .frame text, .peaks text`;
+  const texts = `${forms}, td, th, dd, dt, p, .formula, .frame text, .peaks text`;
   return [...document.querySelectorAll(`.pipelab-explorer :is(${texts})`)]
     .filter((node) => node.getClientRects().length && text(node))
     .map((node) => [text(node), contrast(node)]).filter(([, found]) => found < least);
@@ -275,6 +276,40 @@ def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_pa
         explorer.screenshot(path=tmp_path / f"{width}.png")
         assert page.evaluate(PALE, READABLE) == []
         assert explorer.evaluate(OUTSIDE) == 0
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", *thorough("JupyterLab Dark")])
+def test_a_derivation_goes_on_by_keys_in_any_width(theme, folder, address, new_page, tmp_path):
+    set_theme(folder, theme)
+    place = f"import sys\nsys.path.append({str(LECTURES)!r})\nfrom widgets import derivations\n"
+    write_notebook(folder / "derivation.ipynb", [f"{place}derivations.bubble()"])
+    page = new_page()
+    open_notebook(page, address, "derivation.ipynb")
+    run_cells(page, 1, ".pipelab-derivation svg path.boxes")
+    page.emulate_media(reduced_motion="reduce")
+    found = page.locator(".pipelab-derivation")
+    slider, sentence = found.get_by_label("step", exact=True), found.locator("[aria-live]")
+    for width in (1400, 390):
+        page.set_viewport_size({"width": width, "height": 1100})
+        slider.press("Home")
+        expect(sentence).to_contain_text("Follow the last device")
+        expect(found.locator(".read")).to_have_count(0)
+        slider.press("ArrowRight")
+        expect(sentence).to_contain_text("it waits 3")
+        expect(found.locator(".read")).to_have_text("(p − 1) F")
+        lit = found.locator("svg .lit.seen")
+        expect(lit).to_have_css("opacity", "1")
+        expect(lit.locator(".gaps text")).to_have_text("3")
+        assert lit.locator("path.boxes").get_attribute("d").count("M") == 3
+        found.get_by_label("forward", exact=True).press("End")  # a button has the keys, too
+        expect(sentence).to_contain_text("27% of all device time")
+        found.get_by_label("back", exact=True).click()
+        expect(slider).to_have_value("5")
+        assert found.evaluate(OUTSIDE) == 0
+        assert page.evaluate(PALE, READABLE) == []
+        found.screenshot(path=tmp_path / f"{width}.png")
+    found.locator("[data-term=drain]").click()
+    expect(slider).to_have_value("3")
 
 
 def trust(notebook, folder):
