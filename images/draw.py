@@ -61,8 +61,8 @@ def legend(ax: Axes, last: Patch) -> Axes:
 
 @picture("overview.png")
 def overview() -> Axes:
-    """One batch of eight micro-batches on four devices: one device at a time takes 96 units,
-    GPipe and 1F1B 33, interleaved 28.5 with two chunks a device and 26.25 with four.
+    """One batch on four devices: one device at a time takes 96 units, GPipe and 1F1B 33,
+    interleaved 28.5 with two chunks a device and 26.25 with four.
     """
     names = {
         "One device at a time": ("inter_layer", 1),
