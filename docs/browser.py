@@ -121,19 +121,19 @@ def placed(
     """
     home = posixpath.relpath(f"docs/play/{kind}.html", posixpath.dirname(page))
     data = json.dumps(state).replace("<", "\\u003c")
-    words = "With JavaScript it can be changed here; else in JupyterLab."
     if kind == "derivation":
         shown, image = still[0], f"png;base64,{still[1]}"
         words = "With JavaScript you go through it step by step."
     else:
         rows, shown = (_explored if kind == "explorer" else _edited)(state)
+        words = html.escape(f"{shown} With JavaScript it can be changed here; else in JupyterLab.")
         image = f"svg+xml;base64,{base64.b64encode(picture(rows).encode()).decode()}"
     return (
         f'<div class="pipelab-play" data-kind="{kind}" data-home="{home}" '
         f'data-python="{"yes" if pyodide() else "no"}"{f" data-{how}=yes" if how else ""}>'
         f'<script type="application/json">{data}</script>'
         f'<noscript><img alt="{html.escape(shown)}" src="data:image/{image}">'
-        f"<p>{html.escape(shown)} {words}</p></noscript></div>\n"
+        f"<p>{words}</p></noscript></div>\n"
     )
 
 

@@ -13,7 +13,7 @@ function render({ model, el }) {
   const bar = html("div", { className: "bar" }, button("‹", "back", -1), slider, button("›", "forward", 1), count);
   const legend = html("div", { className: "bar" }, html("span", { className: "legend" }, ...legendOf(drawing)));
   const root = html("div", { className: "pipelab-explorer pipelab-derivation" },
-    html("div", { className: "title", role: "heading", ariaLevel: 3, textContent: title }), terms,
+    html("div", { className: "title", role: "heading", ariaLevel: 3, innerHTML: title }), terms,
     html("div", { className: "sentences" }, ...room, sentence), picture, bar, legend);
   for (const node of bar.children) node.setAttribute("data-lm-suppress-shortcuts", ""); // keys typed here are not the notebook's commands
   el.append(root);
@@ -25,7 +25,9 @@ function render({ model, el }) {
     const places = drawing.timelines.map((t) => layout({ ...drawing, timelines: [t] }, width));
     svg.setAttribute("width", width);
     svg.setAttribute("height", places[0].height);
-    const all = places.map((place) => `<g class="lanes">${boxes(place, drawing, hatch)}</g>`);
+    const ends = ({ items: [{ makespan }], rows, x, right, bottom }) =>
+      right - x(makespan) > 50 ? `<g class="end">${label(x(makespan) + 8, (rows[0].y + bottom) / 2, number(makespan))}</g>` : "";
+    const all = places.map((place) => `<g class="lanes">${boxes(place, drawing, hatch)}${ends(place)}</g>`);
     const lit = steps.map(({ timeline, boxes: some, gaps }) => {
       const place = places[timeline], { rows, lane, scale, x } = place;
       const gap = ([device, from, until]) => {

@@ -100,7 +100,7 @@ class Derivation(anywidget.AnyWidget):
             self.gaps.append([*filter(step.idle, gaps(t))])
             lit = {"boxes": self.boxes[-1], "gaps": self.gaps[-1], "timeline": names.index(on)}
             told.append({"says": typeset(step.says), "terms": step.terms.split(), **lit})
-        words = {"title": title, "formula": typeset(formula), "spoken": spoken(formula)}
+        words = {"title": typeset(title), "formula": typeset(formula), "spoken": spoken(formula)}
         super().__init__(shown=words | {"drawing": drawing, "steps": told})
 
     def lit(self, k: int) -> list[Span]:
