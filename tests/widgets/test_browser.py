@@ -29,6 +29,10 @@ LECTURES = Path(__file__).parents[2] / "notebooks"
 CELL = """from pipelab.widgets import Explorer
 explorer = Explorer('gpipe', devices=4, microbatches=8)
 explorer"""
+DERIVATION = f"""import sys
+sys.path.append({str(LECTURES)!r})
+from widgets import derivations
+derivations.bubble()"""
 EXPLORER = ".pipelab-explorer:not(.pipelab-editor)"
 READABLE = 4.5  # contrast of small text, after the Web Content Accessibility Guidelines
 
@@ -281,8 +285,7 @@ def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_pa
 @pytest.mark.parametrize("theme", ["JupyterLab Light", *thorough("JupyterLab Dark")])
 def test_a_derivation_goes_on_by_keys_in_any_width(theme, folder, address, new_page, tmp_path):
     set_theme(folder, theme)
-    place = f"import sys\nsys.path.append({str(LECTURES)!r})\nfrom widgets import derivations\n"
-    write_notebook(folder / "derivation.ipynb", [f"{place}derivations.bubble()"])
+    write_notebook(folder / "derivation.ipynb", [DERIVATION])
     page = new_page()
     open_notebook(page, address, "derivation.ipynb")
     run_cells(page, 1, ".pipelab-derivation svg path.boxes")
@@ -349,6 +352,20 @@ def test_a_saved_explorer_shows_without_running(folder, address, new_page, tmp_p
     page.locator(".pipelab-explorer svg").press("ArrowRight")
     expect(page.locator(".about dt").first).to_have_text("0F0")
     page.locator(".pipelab-explorer").screenshot(path=tmp_path / "saved.png")
+
+
+@pytest.mark.thorough
+def test_a_saved_derivation_is_a_picture_or_goes_on_without_running(folder, address, new_page):
+    notebook = executed(DERIVATION)
+    nbformat.write(notebook, folder / "derived.ipynb")
+    page = new_page()
+    page.goto(address("doc/tree/derived.ipynb"))  # nobody has trusted it
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
+    trust(notebook, folder)
+    page.goto(address("doc/tree/derived.ipynb"))
+    slider = page.locator(".pipelab-derivation").get_by_label("step", exact=True)
+    slider.press("ArrowRight")
+    expect(page.locator(".pipelab-derivation .read")).to_have_text("(p − 1) F")
 
 
 # Scroll to a widget until it is drawn: not before it is seen, and cells above it grow meanwhile.
