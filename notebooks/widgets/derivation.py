@@ -122,18 +122,20 @@ class Derivation(anywidget.AnyWidget):
         """A PNG of all steps, one below the other."""
         count, devices = len(self.steps), self.on[0].schedule.devices
         end = max(t.makespan for t in self.on)
-        figure = Figure(figsize=(8, count * (0.45 + 0.17 * devices) + 0.6), layout="constrained")
-        figure.suptitle(f"{self.title}  {spoken(self.formula)}", fontsize=9, parse_math=False)
+        figure = Figure(figsize=(8, count * (0.45 + 0.17 * devices) + 0.8), layout="constrained")
+        figure.suptitle(f"{self.title}\n{spoken(self.formula)}", fontsize=9, parse_math=False)
         grid = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
         for k, (ax, step, t) in enumerate(zip(grid, self.steps, self.on, strict=True)):
             style.title(ax, fill(f"{k + 1}. {step.says}", 105))
             plain, s = not self.boxes[k] + self.gaps[k], t.schedule
             for i, span in enumerate(t.spans):
-                colour = palette.colour_of(span.action.kind, span.action.stage, s.devices, s.stages)
-                faint = colour if plain or i in self.boxes[k] else style.lighter(colour, 0.8)
-                wide = i in self.boxes[k] and span.end - span.start > 0.012 * end
-                number = str(span.action.microbatch) if wide else ""
-                bar(ax, span.device, span.start, span.end, faint, lw=0.3, text=number, size=5)
+                action, lit = span.action, i in self.boxes[k]
+                colour = palette.colour_of(action.kind, action.stage, s.devices, s.stages)
+                faint = colour if plain or lit else style.lighter(colour, 0.8)
+                number = str(action.microbatch) if lit and span.end - span.start > end / 80 else ""
+                edge = "black" if lit else "white"
+                look = {"lw": 0.5, "text": number, "size": 5, "zorder": 1 + lit}
+                bar(ax, span.device, span.start, span.end, faint, edge, **look)
             for gap in self.gaps[k]:
                 bar(ax, *gap, style.YELLOW, lw=0)
             style.lanes(ax, range(devices), [f"device {d}" for d in range(devices)], 7)
