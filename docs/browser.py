@@ -89,12 +89,15 @@ def finish(app: Sphinx, failed: Exception | None) -> None:
     if failed or app.builder.format != "html":
         return
     from pipelab.widgets import Editor, Explorer
+    from widgets.derivation import HERE, Derivation
 
     place = Path(app.outdir) / PLACE
     place.mkdir(parents=True, exist_ok=True)
     (place / "explorer.js").write_text(Explorer._esm)
     (place / "editor.js").write_text(Editor._esm)
-    (place / "widgets.css").write_text(Editor._css)  # begins with the explorer's
+    (place / "derivation.js").write_text(Derivation._esm)
+    # The editor's begins with the explorer's.
+    (place / "widgets.css").write_text(Editor._css + (HERE / "derivation.css").read_text())
     library(place / "pipelab.zip")
     if folder := pyodide():
         shutil.copytree(folder, place / "pyodide", dirs_exist_ok=True)
@@ -107,23 +110,29 @@ def finish(app: Sphinx, failed: Exception | None) -> None:
 # ---- a widget in a page
 
 
-def placed(kind: str, state: dict[str, Any], page: str, how: str = "") -> str:
+def placed(
+    kind: str, state: dict[str, Any], page: str, how: str = "", still: tuple[str, str] = ("", "")
+) -> str:
     """A widget's HTML: its state, which its front end draws, and a picture for who runs no scripts.
 
-    page  the page's name, from which links are counted
-    how   "page": the page is the widget's own, and its address holds what is set; "brief": its
-          costs are folded
+    page   the page's name, from which links are counted
+    how    "page": the page is the widget's own, and its address holds what is set
+    still  of a derivation, its words and its picture
     """
     home = posixpath.relpath(f"docs/play/{kind}.html", posixpath.dirname(page))
     data = json.dumps(state).replace("<", "\\u003c")
-    rows, shown = (_explored if kind == "explorer" else _edited)(state)
-    words = html.escape(f"{shown} With JavaScript it can be changed here; else in JupyterLab.")
-    image = base64.b64encode(picture(rows).encode()).decode()
+    if kind == "derivation":
+        shown, image = still[0], f"png;base64,{still[1]}"
+        words = "With JavaScript you go through it step by step."
+    else:
+        rows, shown = (_explored if kind == "explorer" else _edited)(state)
+        words = html.escape(f"{shown} With JavaScript it can be changed here; else in JupyterLab.")
+        image = f"svg+xml;base64,{base64.b64encode(picture(rows).encode()).decode()}"
     return (
         f'<div class="pipelab-play" data-kind="{kind}" data-home="{home}" '
         f'data-python="{"yes" if pyodide() else "no"}"{f" data-{how}=yes" if how else ""}>'
         f'<script type="application/json">{data}</script>'
-        f'<noscript><img alt="{html.escape(shown)}" src="data:image/svg+xml;base64,{image}">'
+        f'<noscript><img alt="{html.escape(shown)}" src="data:image/{image}">'
         f"<p>{words}</p></noscript></div>\n"
     )
 
@@ -211,21 +220,28 @@ def editor_state(table: str, help: str = "legal") -> dict[str, Any]:
 
 class Play(SphinxDirective):
     """A widget in a page: `explorer` with settings such as "schedule=gpipe&devices=4", `editor`
-    with a level."""
+    with a level, `derivation` with its name."""
 
     required_arguments = 2
-    option_spec = {"page": directives.flag, "brief": directives.flag}  # noqa: RUF012 (as Sphinx has it)
+    option_spec = {"page": directives.flag}  # noqa: RUF012 (as Sphinx has it)
 
     def run(self) -> list[nodes.Node]:
         kind, text = self.arguments
-        if kind == "explorer":
+        still = "", ""
+        if kind == "derivation":
+            from widgets import derivations
+
+            made = getattr(derivations, text)()
+            state = {"shown": made.shown}
+            still = repr(made), base64.b64encode(made.still()).decode()
+        elif kind == "explorer":
             pairs = dict(pair.split("=") for pair in text.split("&"))
             settings = {key: int(x) if x.isdigit() else x for key, x in pairs.items()}
             state = explorer_state(settings)
         else:
             state = editor_state(text)
-        made = placed(kind, state, self.env.docname, *self.options)
-        return [nodes.raw("", made, format="html")]
+        found = placed(kind, state, self.env.docname, "".join(self.options), still)
+        return [nodes.raw("", found, format="html")]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

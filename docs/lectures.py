@@ -82,9 +82,12 @@ def described(cell: dict[str, Any], before: str, section: str) -> str:
     return " ".join(["Figure:", *shown])
 
 
-def widget(model: dict[str, Any], page: str) -> str:
+def widget(model: dict[str, Any], page: str, data: dict[str, Any]) -> str:
     """The HTML of a stored widget; "" for one that a page cannot show."""
     state = model.get("state", {})
+    if "shown" in state:
+        still = "".join(data["text/plain"]), "".join(data["image/png"]).strip()
+        return placed("derivation", {"shown": state["shown"]}, page, still=still)
     if "drawing" in state:
         return placed("explorer", explorer_state(state["settings"]), page)
     if "view" in state:
@@ -122,7 +125,7 @@ def prepare(notebook: dict[str, Any], page: str = "") -> None:
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             if shown := output.get("data", {}).pop(WIDGET, None):
-                if live := widget(models.get(shown["model_id"], {}), page):
+                if live := widget(models.get(shown["model_id"], {}), page, output["data"]):
                     output["data"] = {"text/html": [live]}
                 else:
                     output["data"]["text/plain"] = [*output["data"]["text/plain"], NO_KERNEL]

@@ -36,23 +36,31 @@ COLUMNS = [
 def drawing(items: Sequence[Shown]) -> dict[str, Any]:
     """The whole picture: timelines on one axis, their memory, a table of numbers."""
     hints = HINTS | {label: hint for label, (hint, _) in SHARES.items()}
-    timelines = [t for t, *_ in items]
     filled = {step.cause for _, m, _ in items for step in m.steps}
     shown = [cause for cause in MEMORY_CAUSES if cause in filled]
     peaks = [m.peak() for _, m, _ in items]
     numbers = [_numbers(*item, peak, shown) for item, peak in zip(items, peaks, strict=True)]
-    return {
-        "end": max(t.makespan for t in timelines),
+    picture = boxes([t for t, *_ in items])
+    for timeline, (_, m, _) in zip(picture["timelines"], items, strict=True):
+        timeline.update(_memory(m, shown))
+    return picture | {
         "memory": max(map(max, peaks)),
-        "timelines": [_timeline(t) | _memory(m, shown) for t, m, _ in items],
-        "letters": [kind.name for kind in Kind],
-        "names": [palette.NAMES.get(kind, "") for kind in Kind],
-        "legend": palette.legend(palette.kinds_of(timelines)),
-        "lighter": palette.lighter(timelines),
         "causes": [[cause, palette.MEMORY_CAUSES[cause]] for cause in shown],
         "numbers": [
             [label, hints.get(label, ""), *(n[label] for n in numbers)] for label in numbers[0]
         ],
+    }
+
+
+def boxes(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Timelines on one axis, and their legend."""
+    return {
+        "end": max(t.makespan for t in timelines),
+        "timelines": [*map(_timeline, timelines)],
+        "letters": [kind.name for kind in Kind],
+        "names": [palette.NAMES.get(kind, "") for kind in Kind],
+        "legend": palette.legend(palette.kinds_of(timelines)),
+        "lighter": palette.lighter(timelines),
     }
 
 

@@ -50,7 +50,7 @@ class Explorer(anywidget.AnyWidget):
     (57.0, [4, 3, 2, 1])
     """
 
-    _esm = read_assets("tools.js", "explorer.js")
+    _esm = read_assets("tools.js", "picture.js", "explorer.js")
     _css = read_assets("explorer.css")
     choices = traitlets.Dict().tag(sync=True)  # what the form's lists offer
     settings = traitlets.Dict().tag(sync=True)  # what the form says: the browser or `set` writes it

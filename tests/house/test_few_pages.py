@@ -13,7 +13,16 @@ import pytest
 
 from jupyter_lab import chromium
 from pipelab import make, simulate
-from tests.house.test_play import DESK, PACKAGES, changed, expect, placed, press, shows
+from tests.house.test_play import (
+    DESK,
+    PACKAGES,
+    PHONE,
+    changed,
+    expect,
+    placed,
+    press,
+    shows,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = "docs/index.md", "docs/play/*.md", "notebooks/06_pipedream_flush.ipynb"
@@ -53,6 +62,26 @@ def test_the_explorer_and_the_editor_play(playing):
     page.locator("[name=help]").focus()
     press(page, "Tab", "F", "0", "F", "1")
     expect(placed(page)).to_have_count(2)
+
+
+@in_a_browser
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_derivations_go_on_by_keys_without_python(open_page, address, size):
+    page = open_page(size, "dark")
+    for path, count in (("docs/index.html", 4), ("notebooks/06_pipedream_flush.html", 6)):
+        page.goto(f"{address}/{path}")
+        found = page.locator(".pipelab-derivation").last
+        slider, sentence = found.get_by_label("step", exact=True), found.locator("[aria-live]")
+        told = [sentence.text_content()]
+        for k in range(1, count):
+            slider.press("ArrowRight")
+            expect(slider).to_have_value(str(k))
+            expect(found.locator(".read")).not_to_have_count(0)
+            told.append(sentence.text_content())
+        assert len({*told}) == count
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    assert page.evaluate("document.documentElement.dataset.python") is None
+    expect(page.locator("[data-kind=derivation] .play-note")).to_have_count(0)
 
 
 @in_a_browser

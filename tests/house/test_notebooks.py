@@ -89,11 +89,14 @@ def test_tags_kernel_and_size(path):
 def test_a_widget_comes_after_a_static_figure_and_a_line_of_words(path):
     every = nbformat.read(path, as_version=4).cells
     tasks = {b.id for a, b in pairwise(every) if "in the editor.**" in a.source}
-    for before, cell in pairwise(cells(path, "code")):
+    for before, cell in pairwise([None, *cells(path, "code")]):
         if not has(cell, WIDGET):
             continue
         shown = cell.outputs[0].data["text/plain"]
-        assert re.match("Explorer of|Editor of|<Steps: ", shown)
+        assert re.match("Derivation: |Explorer of|Editor of|<Steps: ", shown)
+        if shown.startswith("Derivation"):  # brings its words and its figure
+            assert has(cell, "image/png")
+            continue
         if not (shown.startswith("Editor") and (has(before, WIDGET) or cell.id in tasks)):
             assert has(before, "image/png")
             assert any(o.output_type == "stream" for o in before.outputs)

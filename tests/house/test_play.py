@@ -364,7 +364,7 @@ def test_without_webassembly_the_stored_picture_and_a_sentence(open_page, addres
     shows(page, "makespan", "33")
     expect(page.locator(".play-note").first).to_contain_text("This browser has no WebAssembly")
     expect(page.locator(".pipelab-explorer form").first).to_be_hidden()
-    page.locator(".pipelab-explorer .picture svg").first.press("ArrowRight")
+    page.locator("[data-kind=explorer] .picture svg").press("ArrowRight")
     expect(page.locator(".about dt").first).to_have_text("0F0")
     expect(page.locator("textarea")).to_have_count(0)
 
@@ -372,7 +372,7 @@ def test_without_webassembly_the_stored_picture_and_a_sentence(open_page, addres
 def test_without_scripts_a_picture_and_a_sentence(open_page, address):
     page = open_page(DESK, java_script_enabled=False)
     page.goto(f"{address}/notebooks/06_pipedream_flush.html")
-    image = page.locator(".pipelab-play img").first
+    image = page.locator("[data-kind=explorer] img")
     expect(image).to_be_visible()
     assert "pipedream_flush, simulated: 4 devices" in image.get_attribute("alt")
     expect(page.locator(".pipelab-play p").first).to_contain_text("With JavaScript")

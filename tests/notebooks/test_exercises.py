@@ -52,11 +52,12 @@ def grade(lecture, stub, answer):
     Known are the notebook's imports and what its other cells define.
     """
     scope = {}
-    first, *others = [c.source for c in cells(lecture, "code") if c is not stub]
-    setup = re.sub(r"%.*|teach\.jax_devices.*", "", first)  # jax may be in use here
+    sources = [c.source for c in cells(lecture, "code") if c is not stub]
+    imports = next(source for source in sources if "import teach" in source)
+    setup = re.sub(r"%.*|teach\.jax_devices.*", "", imports)  # jax may be in use here
     exec(setup, scope)
-    for source in others:
-        if "answer" not in source:
+    for source in sources:
+        if "answer" not in source and source != imports:
             define(source, scope)
     *given, check = ast.parse(stub.source).body
     exec(compile(ast.Module(given, []), "stub", "exec"), scope)

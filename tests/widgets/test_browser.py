@@ -20,6 +20,7 @@ from jupyter_lab import (
 )
 from pipelab import make
 from pipelab.widgets import Editor, Explorer
+from tests.conftest import thorough
 
 expect = pytest.importorskip("playwright.sync_api").expect
 PATIENCE = 60_000  # milliseconds: on a busy machine what is waited for may come late
@@ -31,6 +32,10 @@ LECTURES = Path(__file__).parents[2] / "notebooks"
 CELL = """from pipelab.widgets import Explorer
 explorer = Explorer('gpipe', devices=4, microbatches=8)
 explorer"""
+DERIVATION = f"""import sys
+sys.path.append({str(LECTURES)!r})
+from widgets import derivations
+derivations.bubble()"""
 EXPLORER = ".pipelab-explorer:not(.pipelab-editor)"
 READABLE = 4.5  # contrast of small text, after the Web Content Accessibility Guidelines
 
@@ -60,7 +65,7 @@ PALE = """(least) => {
   };
   const text = (node) => node.closest("label:has(:disabled)") ? "" : node.textContent || node.value;
   const forms = "span, select, input, button, summary, legend";
-  const texts = `${forms}, td, th, dd, dt, .error, .frame text, .names text, .peaks text`;
+  const texts = `${forms}, td, th, dd, dt, p, .formula, .error, .frame text, .names text, .peaks text`;
   return [...document.querySelectorAll(`.pipelab-explorer :is(${texts})`)]
     .filter((node) => node.getClientRects().length && text(node))
     .map((node) => [text(node), contrast(node)]).filter(([, found]) => found < least);
@@ -280,6 +285,39 @@ def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_pa
         assert explorer.evaluate(OUTSIDE) == 0
 
 
+@pytest.mark.parametrize("theme", ["JupyterLab Light", *thorough("JupyterLab Dark")])
+def test_a_derivation_goes_on_by_keys_in_any_width(theme, folder, address, new_page, tmp_path):
+    set_theme(folder, theme)
+    write_notebook(folder / "derivation.ipynb", [DERIVATION])
+    page = new_page()
+    open_notebook(page, address, "derivation.ipynb")
+    run_cells(page, 1, ".pipelab-derivation svg path.boxes")
+    page.emulate_media(reduced_motion="reduce")
+    found = page.locator(".pipelab-derivation")
+    slider, sentence = found.get_by_label("step", exact=True), found.locator("[aria-live]")
+    for width in (1400, 390):
+        page.set_viewport_size({"width": width, "height": 1100})
+        slider.press("Home")
+        expect(sentence).to_contain_text("Follow the last device")
+        expect(found.locator(".read")).to_have_count(0)
+        slider.press("ArrowRight")
+        expect(sentence).to_contain_text("it waits 3")
+        expect(found.locator(".read")).to_have_text("(p − 1) F")
+        lit = found.locator("svg .lit.seen")
+        expect(lit).to_have_css("opacity", "1")
+        expect(lit.locator(".gaps text")).to_have_text("3")
+        assert lit.locator("path.boxes").get_attribute("d").count("M") == 3
+        found.get_by_label("forward", exact=True).press("End")  # a button has the keys, too
+        expect(sentence).to_contain_text("27% of all device time")
+        found.get_by_label("back", exact=True).click()
+        expect(slider).to_have_value("5")
+        assert found.evaluate(OUTSIDE) == 0
+        assert page.evaluate(PALE, READABLE) == []
+        found.screenshot(path=tmp_path / f"{width}.png")
+    found.locator("[data-term=drain]").click()
+    expect(slider).to_have_value("3")
+
+
 def trust(notebook, folder):
     """Sign a notebook for the Lab of the folder, as its reader would with `jupyter trust`."""
     from nbformat.sign import NotebookNotary
@@ -317,6 +355,20 @@ def test_a_saved_explorer_shows_without_running(folder, address, new_page, tmp_p
     page.locator(".pipelab-explorer svg").press("ArrowRight")
     expect(page.locator(".about dt").first).to_have_text("0F0")
     page.locator(".pipelab-explorer").screenshot(path=tmp_path / "saved.png")
+
+
+@pytest.mark.thorough
+def test_a_saved_derivation_is_a_picture_or_goes_on_without_running(folder, address, new_page):
+    notebook = executed(DERIVATION)
+    nbformat.write(notebook, folder / "derived.ipynb")
+    page = new_page()
+    page.goto(address("doc/tree/derived.ipynb"))  # nobody has trusted it
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
+    trust(notebook, folder)
+    page.goto(address("doc/tree/derived.ipynb"))
+    slider = page.locator(".pipelab-derivation").get_by_label("step", exact=True)
+    slider.press("ArrowRight")
+    expect(page.locator(".pipelab-derivation .read")).to_have_text("(p − 1) F")
 
 
 # Scroll to a widget until it is drawn: not before it is seen, and cells above it grow meanwhile.

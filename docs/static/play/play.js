@@ -177,6 +177,7 @@ async function show(node, number) {
   if (node.dataset.page) page.read(model);
   node.replaceChildren(note, el);
   front.default.render({ model, el });
+  if (kind === "derivation") return note.remove(); // it asks Python for nothing
   const told = () => {
     const why = obstacle(node), loading = python.worker && !python.ready && touched;
     node.classList.toggle("jupyter-widgets-disconnected", Boolean(why));
@@ -196,7 +197,6 @@ async function show(node, number) {
     told();
   };
   for (const event of ["pointerdown", "focusin"]) el.addEventListener(event, touch, { once: true });
-  if (node.dataset.brief) el.querySelector("details").open = false;
   python.watchers.add(told);
   model.on("change:idle", told);
   told();

@@ -1,0 +1,321 @@
+"""The course's derivations: what each step says, and which boxes it is about.
+
+Forward 1, backward 2 of a device's whole share of the model, unless it says otherwise.
+"""
+
+from collections.abc import Mapping
+
+from pipelab.predict.costs import Costs
+from pipelab.predict.simulate import simulate
+from pipelab.predict.timeline import Timeline
+from pipelab.schedules import make
+from pipelab.table.schedule import Schedule
+from widgets.derivation import Derivation, Step, cells
+
+TITLES = {"gpipe": "GPipe", "pipedream_flush": "1F1B", "interleaved": "Interleaved"}
+
+
+def table(name: str, p: int, m: int, v: int = 1) -> Timeline:
+    return simulate(make(name, p, m, virtual=v), Costs().split(v))
+
+
+def one_batch() -> Derivation:
+    """How long a batch takes, by ever better schedules."""
+    on = {
+        "one device at a time": table("inter_layer", 4, 8),
+        "GPipe or 1F1B": table("pipedream_flush", 4, 8),
+        "interleaved, v = 2": table("interleaved", 4, 8, 2),
+        "interleaved, v = 4": table("interleaved", 4, 8, 4),
+    }
+    says = (
+        "The model is cut into four parts, one for each device. One works, three wait.",
+        "Cut the batch into eight micro-batches, and all devices work at once. They still wait "
+        "while the pipeline fills and drains.",
+        "Give each device two smaller parts of the model. It fills and drains in half the time.",
+        "Four parts a device: a quarter of the time. Nothing takes less than 24, a device's work.",
+    )
+    return Derivation(
+        "How long does one batch take on four devices?",
+        " → ".join(f"{{t{k}: {t.makespan:g}}}" for k, t in enumerate(on.values())),
+        on,
+        [Step(text, f"t{k}", on=name) for k, (text, name) in enumerate(zip(says, on, strict=True))],
+    )
+
+
+def bubble(name: str = "gpipe", p: int = 4, m: int = 8, v: int = 1) -> Derivation:
+    """Why a flush leaves (p - 1)(F + B) / v idle: GPipe, 1F1B and interleaved alike."""
+    t, last = table(name, p, m, v), p - 1
+    over, chunk, times = (" / v", "chunk ", "v ") if v > 1 else ("", "", "")
+    mine = cells(range(last, p * v, p), "FB", range(m))
+    steps = [
+        Step(f"{p} devices run {m} micro-batches. Follow the last device, device {last}."),
+        Step(
+            f"Before it starts, p - 1 {chunk}forwards run on other devices: it waits {last / v:g}.",
+            "fill",
+            cells(range(last), "F", [0]),
+            lambda gap: gap.device == last and gap.start == 0,
+        ),
+        Step(f"Then it never waits: m forwards and m backwards, {3 * m}.", "work", mine),
+        Step(
+            f"After its last backward, p - 1 {chunk}backwards follow on others: {2 * last / v:g}.",
+            "drain",
+            cells(range(last), "B", [m - 1]),
+            lambda gap: gap.device == last and gap.start > 0,
+        ),
+        Step(
+            f"Every device loses as much, before, between or after its work: {3 * last / v:g}.",
+            "fill drain lost",
+            idle=lambda gap: True,
+        ),
+        Step(
+            f"The batch takes the work and what is lost: {3 * m} + {3 * last / v:g} = "
+            f"{t.makespan:g}.",
+            "work lost",
+            mine,
+            lambda gap: gap.device == last,
+        ),
+        Step(
+            f"F and B cancel: {last} / {v * m + last}, {t.bubble.of_total:.0%} of all device time. "
+            f"More micro-batches{' or chunks' * (v > 1)} make it less; larger ones do not.",
+            "share",
+            idle=lambda gap: True,
+        ),
+    ]
+    return Derivation(
+        f"{TITLES[name]}: how much of the time do devices idle?",
+        f"[{{fill: (p - 1) F{over}}} + {{drain: (p - 1) B{over}}} | {{work: m (F + B)}} + "
+        f"{{lost: (p - 1)(F + B){over}}}] = {{share: [p - 1 | {times}m + p - 1]}}",
+        {TITLES[name]: t},
+        steps,
+    )
+
+
+def in_flight(p: int = 4, m: int = 8, s: int = 0) -> Derivation:
+    """Why stage s of 1F1B holds p - s micro-batches, and nothing as fast holds fewer; m >= p."""
+    held, last = p - s, p - 1
+    steps = [
+        Step(
+            f"Device {s} holds micro-batch 0 until backward 0 ends. It passes p - s stages, down "
+            f"and back: {3 * held}. Until then device {s} frees nothing.",
+            "trip",
+            cells(range(s, p), "FB", [0]),
+        ),
+        Step(
+            "Meanwhile the last device must not pause, or the batch takes longer. It needs another "
+            "micro-batch every F + B = 3.",
+            "pace",
+            cells([last], "FB", range(held)),
+        ),
+        Step(
+            f"No micro-batch gets there faster than the first. So device {s} must start forward k "
+            f"at most k (F + B) after forward 0.",
+            "pace",
+            cells(range(s, p), "F", range(held)),
+        ),
+        Step(
+            f"So p - s forwards start before backward 0 ends: device {s} holds {held}. No schedule "
+            f"that is as fast holds fewer.",
+            "held",
+            cells([s], "F", range(held)) | cells([s], "B", [0]),
+        ),
+        Step(
+            "And 1F1B holds no more: each further forward follows a backward, which has freed an "
+            "activation.",
+            "held",
+            cells([s], "B", range(m)) | cells([s], "F", range(held, m)),
+        ),
+        Step(
+            "It is one fewer from device to device. The last holds one, however large m is.",
+            "held",
+            {name for d in range(p) for name in cells([d], "F", range(p - d))},
+        ),
+    ]
+    return Derivation(
+        f"1F1B: how many micro-batches does stage s hold? (Here s = {s}.)",
+        "[{trip: (p - s)(F + B)} | {pace: F + B}] = {held: p - s}",
+        {"1F1B": table("pipedream_flush", p, m)},
+        steps,
+    )
+
+
+def versions(p: int = 4, m: int = 4) -> Derivation:
+    """Why 2BW needs two weight versions; an update takes 0.5, so that it is seen."""
+    made, before = cells([0], "B", [m - 1]) | {"0U0"}, 2 * m - p
+    first, second, third = (cells(range(p), "FB", range(b * m, (b + 1) * m)) for b in range(3))
+    steps = [
+        Step(
+            f"Device 0 begins mini-batch 1, micro-batch {m}, before it makes update 0. So "
+            f"mini-batch 1 cannot read what this update makes.",
+            "read",
+            {f"0F{m}", "0U0"},
+        ),
+        Step("It reads version 0 on every device, as mini-batch 0 does.", "read", first | second),
+        Step(
+            "Mini-batch 2 reads version 1, which update 0 makes. This is one update late, "
+            "whatever p is.",
+            "read",
+            third | cells(range(p), "U", [0]),
+        ),
+        Step(
+            f"Is it made in time? Mini-batch b needs update b - 2. With b = 2, device 0 makes it "
+            f"after backward (b - 1) m - 1 = {m - 1}.",
+            "made",
+            made,
+        ),
+        Step(
+            f"1F1B begins mini-batch b after backward b m - p = {before}. That is later, so two "
+            f"versions are enough. It stays so down to m = p - 1.",
+            "made begins",
+            made | {f"0B{before}", f"0F{2 * m}"},
+        ),
+    ]
+    return Derivation(
+        "2BW: which version does mini-batch b read, and why are two enough?",
+        "version {read: b - 1}; two are enough if {made: (b - 1) m - 1} ≤ {begins: b m - p}",
+        {"2BW": simulate(make("pipedream_2bw", p, m, batches=3), Costs(update=0.5))},
+        steps,
+    )
+
+
+def factor(one: Schedule, two: Schedule) -> Derivation:
+    """Why interleaved tables run twice as many forwards ahead: four devices, two chunks, rounds
+    of four, by factor 1 and by factor 2."""
+    costs = Costs(transfer=0.5).split(2)
+    steps = [
+        Step(
+            "With factor 1: device 3 ends backward 0 at 8.5, and device 2 has it at 9. Device 2 "
+            "runs backward 0 and then forward 2, until 10.5.",
+            "factor",
+            {"7B0", "6B0", "6F2"},
+        ),
+        Step(
+            "The output is on device 3 at 11. Meanwhile device 3 has one pair to run. It waits "
+            "from 10 to 11: for two transfers.",
+            "factor",
+            {"7F1", "7B1", "7F2"},
+            lambda gap: gap.device == 3 and gap.start == 10,
+        ),
+        Step(
+            "With factor 2, device 2 runs forward 2 before backward 0.",
+            "factor",
+            {"6F2", "6B0"},
+            on="factor 2",
+        ),
+        Step(
+            "So device 3 has a second pair to run, until 11.5. Forward 3 is there at 11, in time.",
+            "factor",
+            {"7F1", "7B1", "7F2", "7B2", "6F3", "7F3"},
+        ),
+        Step(
+            "The last device runs a round ahead for each further chunk.",
+            "rounds",
+            {str(action) for action in two.rows[3][:4]},
+        ),
+        Step(
+            "From there each device runs two forwards more. The first covers its neighbour's work, "
+            "the second the transfers.",
+            "factor ahead",
+            {str(action) for d, row in enumerate(two.rows) for action in row[4 : 10 - 2 * d]},
+        ),
+    ]
+    return Derivation(
+        "Interleaved: why run 2 (p - d - 1) forwards ahead, if a transfer takes 0.5?",
+        "warm-up of device d = {factor: 2} {ahead: (p - d - 1)} + {rounds: (v - 1) p}",
+        {"factor 1": simulate(one, costs), "factor 2": simulate(two, costs)},
+        steps,
+    )
+
+
+def halves(on: Mapping[str, Timeline]) -> Derivation:
+    """The bubble of ZB-H1; timelines of 1F1B, of its backwards in halves, and of ZB-H1."""
+    _, split, h1 = on
+    s = on[h1].schedule
+    p, m, last = s.devices, s.microbatches, s.devices - 1
+    back, left = cells(range(last), "I", [m - 1]), cells([last], "W", range(m - p, m))
+    steps = [
+        Step(
+            f"1F1B: follow micro-batch {m - 1} at the right edge. Each of p - 1 steps back takes a "
+            f"whole backward, I + W.",
+            "back",
+            cells(range(last), "B", [m - 1]),
+        ),
+        Step(
+            f"In halves, a step back takes I alone: no device waits for another's W. This saves "
+            f"(p - 1) W = {last}.",
+            "back",
+            back,
+            on=split,
+        ),
+        Step(
+            "So W can wait. In ZB-H1 device s lets s of them wait.",
+            "late",
+            cells(range(p), "W", range(m)),
+            on=h1,
+        ),
+        Step(
+            f"Device {last} starts after p - 1 forwards, and never waits from then on.",
+            "fill",
+            cells(range(last), "F", [0]),
+            lambda gap: gap.device == last and gap.start == 0,
+        ),
+        Step(
+            "Up to its last I it does m F and m I, but only m - p W.",
+            "late",
+            cells([last], "FI", range(m)) | cells([last], "W", range(m - p)),
+        ),
+        Step(
+            f"The last gradient takes p - 1 more I. Meanwhile device {last} does W that are left.",
+            "back late",
+            back | left,
+        ),
+        Step(
+            f"Device 0 ends last, with a W, and has lost (p - 1)(F + I - W) = {last}. With 1F1B "
+            f"it loses (p - 1)(F + I + W) = {3 * last}.",
+            "fill back late",
+            {f"0W{m - 1}"},
+            lambda gap: gap.device == 0,
+        ),
+    ]
+    return Derivation(
+        "ZB-H1: where has the idle time gone?",
+        "bubble = {fill: (p - 1) F} + {back: (p - 1) I} - {late: (p - 1) W}",
+        on,
+        steps,
+    )
+
+
+def kept(p: int = 4, m: int = 8) -> Derivation:
+    """What a device of ZB-H1 and ZB-H2 holds at its peak; m >= 2 p - 1."""
+    last = p - 1
+    steps = [
+        Step(
+            f"ZB-H1, device {last}, when forward {last} starts: {last} have done their I, none its "
+            f"W. So s micro-batches wait for W.",
+            "w1",
+            cells([last], "I", range(last)),
+        ),
+        Step(f"Micro-batch {last} waits for its I.", "b1", cells([last], "F", [last])),
+        Step(
+            f"On device 0 p = {p} wait for their I, and none for W.",
+            "b1",
+            cells([0], "F", range(p)),
+        ),
+        Step(
+            f"ZB-H2: device 0 runs 2 p - 1 = {2 * p - 1} forwards before its first I.",
+            "b2",
+            cells([0], "F", range(2 * p - 1)),
+            on="ZB-H2",
+        ),
+        Step(
+            f"When device {last} starts forward {2 * last}, 2 s = {2 * last} wait for W and one "
+            f"for I: as many as on device 0.",
+            "w2 b2",
+            cells([last], "I", range(2 * last)) | cells([last], "F", [2 * last]),
+        ),
+    ]
+    return Derivation(
+        "What does device s hold at most?",
+        "H1: {b1: (p - s) M_B} + {w1: s M_W};  H2: {b2: (2 p - 2 s - 1) M_B} + {w2: 2 s M_W}",
+        {"ZB-H1": table("zb_h1", p, m), "ZB-H2": table("zb_h2", p, m)},
+        steps,
+    )
