@@ -65,7 +65,8 @@ PALE = """(least) => {
   };
   const text = (node) => node.closest("label:has(:disabled)") ? "" : node.textContent || node.value;
   const forms = "span, select, input, button, summary, legend";
-  const texts = `${forms}, td, th, dd, dt, p, .formula, .error, .frame text, .names text, .peaks text`;
+  const drawn = ".frame text, .names text, .peaks text";
+  const texts = `${forms}, td, th, dd, dt, p, .formula, .error, ${drawn}`;
   return [...document.querySelectorAll(`.pipelab-explorer :is(${texts})`)]
     .filter((node) => node.getClientRects().length && text(node))
     .map((node) => [text(node), contrast(node)]).filter(([, found]) => found < least);
