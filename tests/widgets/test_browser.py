@@ -171,7 +171,7 @@ def test_controls_by_keyboard_and_from_python(page, tmp_path):
 
     # Where one chunk would be plain 1F1B.
     page.locator("[name=schedule]").select_option("interleaved")
-    expect(page.locator(".legend")).to_contain_text("later of 2 chunks")
+    expect(page.locator(".legend")).to_contain_text("later chunk of 2")
     expect(page.locator("[name=virtual]")).to_have_value("2")
     page.locator("[name=compare]").select_option("gpipe")
     expect(page.locator("svg .heads text")).to_have_text(["interleaved", "gpipe"])
