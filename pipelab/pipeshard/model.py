@@ -323,7 +323,8 @@ def _homes(
     after = any("" in of for of in reads[units[-1].last + 1 :])
     blocks = sum(unit.layers for unit in units)
     count = before + blocks + after
-    if sum(balance) != count or min(balance) < 1:
+    whole = all(hasattr(layers, "__index__") for layers in balance)
+    if not whole or sum(balance) != count or min(balance) < 1:
         what = [*["one before the blocks"] * before, f"{blocks} blocks", *["one after"] * after]
         raise ValueError(
             f"balance {list(balance)} for {count} layers ({', '.join(what)}): give every stage at "

@@ -220,6 +220,8 @@ def test_a_balance_names_the_layers_there_are():
     for scanned in (False, True):
         with pytest.raises(ValueError, match=match):
             cut_model(made("linen", scanned)[0], [2, 2], TOKENS)
+    with pytest.raises(ValueError, match=r"balance \[4, 2.0\] for 6 layers"):
+        cut_model(made("linen", False)[0], [4, 2.0], TOKENS)
 
 
 class Mixed(nnx.Module):
