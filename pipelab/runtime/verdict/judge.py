@@ -234,10 +234,10 @@ def by_rows(table: Schedule) -> Reading:
             updates_made[stage] += kind.name == "U"
             if kind.name == "F":
                 before[stage, number] = updates_made[stage]
-    # Micro-batches of an update: all have equally many.
-    size = (1 + max(number for _, number in before)) // table.updates
+    # Micro-batches of an update: all have equally many. Slices of a sequence read the same.
+    size, step = (1 + max(number for _, number in before)) // table.updates, table.per_sequence
     return [
-        [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size)]
+        [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size, step)]
         for t in range(table.updates)
     ]
 
