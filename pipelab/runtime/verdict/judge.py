@@ -161,7 +161,7 @@ def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:
     rule, of_table = reading_of(segment.whole, replicas)
     done, before = segment.done.updates, segment.before_table.updates
     # Those of a short batch are fewer, and all read alike.
-    size = segment.pieces * replicas or None
+    size = segment.pieces // segment.whole.per_sequence * replicas or None
     return rule, [[[v + before for v in r] for r in of[:size]] for of in of_table[done - before :]]
 
 

@@ -12,6 +12,7 @@ from pipelab import (
     Costs,
     Schedule,
     ScheduleError,
+    Trainer,
     evaluate,
     fit,
     make,
@@ -200,3 +201,11 @@ def test_a_pair_of_slices_saves_their_share():
     t = simulate(table, Costs(together=2))
     i = min(table.joined)
     assert [s.end - s.start for s in t.spans[i - 1 : i + 1]] == [0.5, 0.5]
+
+
+def test_a_short_batch_has_fewer_sequences():
+    table, (whole, *_) = make("seq1f1b", 2, 4, slices=2), data(1)
+    short = tuple(x[:3] for x in whole)
+    with Trainer(table, model(2), next_token_loss, ADAM, check=1) as trainer:
+        assert all(step.check.passed for step in trainer.fit([whole, short]))
+        assert trainer.evaluate([tuple(x[:1] for x in whole)]).loss > 0
