@@ -48,7 +48,7 @@ def bubble(
     sizes = {"microbatches": microbatches, "devices": devices, "virtual": virtual}
     for number, name in enumerate(names):
         again, place = divmod(number, len(style.LINES))
-        colour, mark = style.LINES[place], "oxs"[again % 3]
+        colour, mark = style.LINES[place], "oxs^"[again % 4]
         theory = THEORY.get(name) if definition != "of_span" else None
         simulated = []
         for value in values:
