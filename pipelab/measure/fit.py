@@ -49,9 +49,7 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     (1.0, 3.0)
     """
     timeline.refuse_transfers("fit")
-    costs = fit_seconds(timeline)
-    costs = replace(costs, **_bytes(timeline, memory)) if memory else costs
-    return replace(costs, host=_host(timeline, costs))
+    return fit_seconds(timeline, memory=memory)
 
 
 def _host(timeline: Timeline, costs: Costs) -> float:
@@ -64,8 +62,8 @@ def _host(timeline: Timeline, costs: Costs) -> float:
     return moved / seconds if moved and seconds else math.inf
 
 
-def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
-    """The seconds of `fit`; with a `transfer` for each link, if asked for.
+def fit_seconds(timeline: Timeline, each_link: bool = False, memory: Memory | None = None) -> Costs:
+    """The seconds of `fit`, with bytes of a memory; with a `transfer` for each link, if asked for.
 
     Without a flush the other batches wait for the first one, too, which their costs must not make
     up: it stays as it was.
@@ -73,6 +71,9 @@ def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
     s, warm, starts = timeline.schedule, timeline.warm, late_starts(timeline)
     duration, delay, wait, _ = timeline.parts()
     mean_costs = _mean_costs(timeline, each_link)
+    if memory:
+        mean_costs = replace(mean_costs, **_bytes(timeline, memory))
+        mean_costs = replace(mean_costs, host=_host(timeline, mean_costs))
 
     def scaled(factor: float) -> Costs:
         found: dict[str, Any] = {"overhead": factor * mean_costs.overhead}

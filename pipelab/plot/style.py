@@ -66,8 +66,10 @@ def lanes(ax: Axes, at: Sequence[float], names: Sequence[str], size: float = 9.0
 
 
 def title(ax: Axes, text: str) -> None:
-    """A title above the left end."""
-    ax.set_title(text, loc="left", fontsize=10, parse_math=False)
+    """A title above the left end; above a legend too, where that is long."""
+    found = ax.get_legend()
+    pad = 20 if found and len(found.get_texts()) > 7 else None
+    ax.set_title(text, loc="left", fontsize=10, pad=pad, parse_math=False)
 
 
 def legend(

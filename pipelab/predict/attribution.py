@@ -49,10 +49,10 @@ def attribution(schedule: Schedule, spans: Sequence[Span]) -> dict[Cause, list[f
     Before an action whose input was sent at e: `transfer` from e until it arrived; before e
     `held back by the order` if the input of a later forward of the row has arrived already and
     the action is no forward, else `waiting for a forward` or `for a gradient`. After the last
-    action: `nothing left`. `overhead` is the time between the arrival of an action's input and its
-    start: measured, or in a simulation `Costs.overhead`. What a copy to or from the host takes
-    longer than the action beside it is `transfer`. The table must not have transfers written
-    out.
+    action: `nothing left`. Two that overlap wait for the later of their inputs. `overhead` is the
+    time between the arrival of an action's input and its start: measured, or in a simulation
+    `Costs.overhead`. What a copy to or from the host takes longer than the action beside it is
+    `transfer`. The table must not have transfers written out.
     """
     idle = {cause: [0.0] * schedule.devices for cause in Cause}
     for d, row in enumerate(stretches(schedule, spans)):
@@ -110,23 +110,28 @@ def stretches(schedule: Schedule, spans: Sequence[Span]) -> list[list[Stretch]]:
         soonest = [math.inf, *accumulate(reversed(ready), min)][::-1]
         free, row = begin, []
         for i, span in enumerate(spans[a:b]):
-            # [2] The gap before the action: from when the row is free to its start.
+            # [2] The gap before the action: from when the row is free to its start. Of two that
+            # overlap it is before the one whose input came later.
             closes = max(span.start, free)
+            late = a + i
+            if late + 1 in schedule.joined and arrival[late + 1] > arrival[late]:
+                late += 1
+            fed, stage = spans[late], spans[late].action.stage
+            is_forward = forward[late - a]
             # [3] In it, when the input was sent and arrived; an input that never moved: at once.
-            sent = free if span.sent is None else min(max(span.sent, free), closes)
-            arrived = sent if span.arrived is None else min(max(span.arrived, sent), closes)
-            # [4] In it, from when on a later forward of the row could have run instead.
-            held = sent if forward[i] else min(max(soonest[i + 1], free), sent)
-            source = schedule.inputs[a + i]
+            sent = free if fed.sent is None else min(max(fed.sent, free), closes)
+            arrived = sent if fed.arrived is None else min(max(fed.arrived, sent), closes)
+            # [4] In it, from when on this or a later forward of the row could have run instead.
+            held = sent if is_forward else min(max(soonest[i], free), sent)
+            source = schedule.inputs[late]
             maker = None if source is None else device_of[source]
-            stage = span.action.stage
             copies = Cause.TRANSFER if span.action.kind in HOST else None
             row += [
-                Stretch(free, held, Cause.FORWARD if forward[i] else Cause.GRADIENT, stage, maker),
+                Stretch(free, held, Cause.FORWARD if is_forward else Cause.GRADIENT, stage, maker),
                 Stretch(held, sent, Cause.HELD, stage, maker),
                 Stretch(sent, arrived, Cause.TRANSFER, stage),
                 Stretch(arrived, closes, Cause.OVERHEAD, stage),
-                Stretch(closes, max(closes, span.end), copies, stage),
+                Stretch(closes, max(closes, span.end), copies, span.action.stage),
             ]
             free = max(free, span.end)
         row.append(Stretch(free, finish, Cause.NOTHING, None, last))

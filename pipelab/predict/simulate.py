@@ -94,8 +94,8 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
         (again if recomputed[number] else once)[kind][stage]
         for stage, kind, number in schedule.actions
     ]
+    of_slices, n = costs.of_slices(schedule), schedule.per_sequence
     if schedule.slices:
-        of_slices, n = costs.of_slices(schedule), schedule.per_sequence
         for i, (_, kind, number) in enumerate(schedule.actions):
             if kind is not Kind.U:  # a transfer or a copy takes its share of the bytes
                 share = of_slices if kind < Kind.U else schedule.slices
@@ -106,7 +106,8 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
             f, b = schedule.actions[i - 1 : i + 1]
             if b.kind in HOST:  # each takes its own time
                 continue
-            both = seconds[i - 1] + seconds[i] - (saved[f.stage] + saved[b.stage]) / 2
+            less = sum(saved[a.stage] * of_slices[a.microbatch % n] for a in (f, b)) / 2
+            both = max(seconds[i - 1] + seconds[i] - less, *seconds[i - 1 : i + 1])
             seconds[i - 1] = seconds[i] = both
     return seconds
 

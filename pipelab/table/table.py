@@ -139,6 +139,8 @@ class Table:
             one = before.get(action)
             computes = one is not None and one.kind < Kind.U and one not in self.overlapped
             pair = one and (one.kind, action.kind) == (Kind.F, Kind.B)
+            if one == action._replace(kind=Kind.F):
+                raise ScheduleError(f"{action} overlaps with {one}, which it waits for")
             if not (pair or (computes and action.kind in HOST)):
                 raise ScheduleError(
                     f"{action} overlaps with {one or 'nothing'} before it: overlap a backward B "

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
-from pipelab.table.action import Action, Kind, Reads, ScheduleError
+from pipelab.table.action import HOST, Action, Kind, Reads, ScheduleError
 from pipelab.table.versions import VersionedTable
 
 AnyTable = TypeVar("AnyTable", bound=VersionedTable)
@@ -102,13 +102,15 @@ def overlap(table: AnyTable) -> AnyTable:
     """The same table, every forward of which overlaps with a backward B right behind it.
 
     But for the backward of the same forward, which has to wait for it. A pair waits for both
-    inputs, so that not every table can run then: `validate` tells.
+    inputs, so that not every table can run then: `validate` tells. A copy to or from the host
+    stays beside an action that has no such partner.
     """
-    pairs = (pair for row in table.rows for pair in pairwise(row))
+    pairs = [pair for row in table.rows for pair in pairwise(row)]
     found = frozenset(
         b for f, b in pairs if (f.kind, b.kind) == (Kind.F, Kind.B) and f != b._replace(kind=Kind.F)
     )
-    return replace(table, overlapped=found)
+    copies = (b for a, b in pairs if b in table.overlapped and b.kind in HOST and a not in found)
+    return replace(table, overlapped=found.union(copies))
 
 
 def offload(table: AnyTable, stages: Collection[int] | None = None) -> AnyTable:
@@ -125,7 +127,12 @@ def offload(table: AnyTable, stages: Collection[int] | None = None) -> AnyTable:
     rows, overlapped = [], set(table.overlapped)
     for row, first in zip(table.rows, table.bounds, strict=False):
         waits = {i for i in range(1, len(row)) if start[first + i] > end[first + i - 1]}
-        ends = {i for i, a in enumerate(row) if stages is None or a.stage in stages}
+        ends = {
+            i
+            for i, a in enumerate(row)
+            if (stages is None or a.stage in stages)
+            and a._replace(kind=Kind.OFFLOAD) not in table.position
+        }
         alone, beside = _copies(row, overlapped, ends, waits)
         rows.append(
             [

@@ -34,6 +34,7 @@ def check_static(schedule: Schedule) -> None:
     _check_complete(schedule)
     _check_order(schedule)
     _check_versions(schedule)
+    _check_sequences(schedule)
 
 
 def _fail(schedule: Schedule, problem: str, mark: Iterable[int] = ()) -> NoReturn:
@@ -177,6 +178,18 @@ def _check_versions(schedule: Schedule) -> None:
                 f"{action} reads weight version {version} ({schedule.reads.name}), but its row has "
                 f"made only {latest[stage, k]} before it: move the update up or change `reads`",
                 [schedule.position[action]],
+            )
+
+
+def _check_sequences(schedule: Schedule) -> None:
+    versions = schedule.versions
+    for (stage, k), version in versions.items():
+        if k % schedule.per_sequence and versions.get((stage, k - 1)) != version:
+            _fail(
+                schedule,
+                f"{F(stage, k)} continues the sequence of {F(stage, k - 1)} with another copy or "
+                "version of the model: let a sequence's slices take the same",
+                [schedule.position[F(stage, k)]],
             )
 
 

@@ -226,7 +226,7 @@ class Trainer(AbstractContextManager):
                 if batch is not None:
                     batch = repeated(batch, times, self.number, trees)
             with self._whole():
-                segment = Segment(table, 0, 1, self.number, pieces=pieces or 1)
+                segment = Segment(table, 0, 1, self.number, pieces=pieces or table.per_sequence)
                 data, asked = {self.number: batch}, dict(metrics or {})
                 run = session.run(segment, data, check=False, metrics=asked, outputs=outputs)
             evaluation.add(run, times, trees)
@@ -309,12 +309,13 @@ class Trainer(AbstractContextManager):
 
     def _pieces(self, batch: Any) -> int:
         """How many micro-batches of a replica it has samples for, up to the table's."""
-        most, session = self._endless.table.microbatches, self._session
+        table, session = self._endless.table, self._session
         try:
             pair = as_pair(batch, self.number, session.wing.trees)
-            return min(most, samples_of(pair, session.wing.trees) // session.options.replicas)
+            own = samples_of(pair, session.wing.trees) // session.options.replicas
+            return min(table.microbatches, own * table.per_sequence)
         except (ValueError, StopIteration):  # told when it is cut
-            return most
+            return table.microbatches
 
     def _train_on(self, batch: Any, pieces: int) -> None:
         number, session, endless = self.number, self._session, self._endless

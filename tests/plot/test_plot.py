@@ -337,3 +337,11 @@ def test_peaks_and_versions_are_legible_on_32_devices():
     ax = plot.versions(timeline)
     assert all(text.get_fontsize() >= 4 for text in ax.texts if text.get_text())
     assert ax.get_figure().get_size_inches()[1] < 12
+
+
+def test_a_title_stands_above_a_long_legend():
+    table = make("dualpipe", 4, 4).overlap().offload()
+    ax = plot.timeline(simulate(table, Costs(activations=1, host=1)))
+    ax.figure.draw_without_rendering()
+    title = ax._left_title
+    assert title.get_window_extent().y0 >= ax.get_legend().get_texts()[0].get_window_extent().y1

@@ -112,3 +112,10 @@ def test_who_has_nothing_left_waits_for_the_device_that_ends_last():
     t = simulate(make("zb_h2", 3, 5))
     rows = stretches(t.schedule, t.spans)
     assert [row[-1].asks for row in rows if row[-1].cause is Cause.NOTHING] == [2, 2]
+
+
+def test_a_pair_waits_for_the_later_of_its_inputs():
+    for name in ("dualpipe", "pipedream_flush"):
+        for transfer in (0, 0.3):
+            timeline = simulate(make(name, 4, 8).overlap(), Costs(transfer=transfer))
+            assert sum(timeline.attribution()[Cause.OVERHEAD]) == pytest.approx(0)

@@ -128,3 +128,15 @@ def test_a_batch_with_fewer_micro_batches_can_run(case, data):
     assert (short.microbatches, short.updates) == (count, 1)
     if count == one.microbatches:
         assert short == one
+
+
+def test_offload_again_moves_only_what_stayed():
+    table = make("gpipe", 3, 4)
+    assert table.offload().offload() == table.offload()
+    assert Kind.OFFLOAD in validate(table.offload(stages=[0]).offload()).kinds
+
+
+def test_copies_stay_beside_what_has_no_partner():
+    table = validate(make("pipedream_flush", 3, 6).offload().overlap())
+    copies = {a for a in table.overlapped if a.kind in (Kind.OFFLOAD, Kind.RELOAD)}
+    assert copies and copies <= make("pipedream_flush", 3, 6).offload().overlapped

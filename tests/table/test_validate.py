@@ -222,3 +222,28 @@ def test_validate_and_simulate_agree_on_shuffled_tables(case, rng: random.Random
         return "valid"
 
     assert verdict(validate) == verdict(simulate)
+
+
+SLICES = "# slices=1 1 microbatches=4 per_update={} {}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (SLICES.format(2, "") + "0F0 0F1 0F2 0B1 0B0 0U0 0F3 0B3 0B2 0U1", "0F3 continues .* 0F2"),
+        (
+            SLICES.format(4, "copies=2 placement=0 0") + "0F0 1F1 1B1 0B0 0F2 1F3 1B3 0B2 0U0 1U0",
+            "1F1 continues .* 1F0",
+        ),
+    ],
+)
+def test_a_sequence_takes_one_copy_and_version(text, error):
+    with pytest.raises(ScheduleError, match=error):
+        validate(Schedule.from_grid(text))
+
+
+@pytest.mark.parametrize("late", ["0B0", "0OFFLOAD0"])
+def test_nothing_overlaps_with_the_forward_that_it_waits_for(late):
+    rows = [[Action.parse("0F0"), Action.parse(late)]]
+    with pytest.raises(ScheduleError, match=f"{late} overlaps with 0F0, which it waits for"):
+        Schedule("own", rows, (0,), 1, overlapped=frozenset(rows[0][1:]))

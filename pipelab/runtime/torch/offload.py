@@ -38,11 +38,11 @@ class Offloaded:
             _give(owner, on_host if isinstance(owner, Saved) else owner.new_empty(0))
 
     def reload(self, device: CpuDevice) -> list[Tensor]:
-        """Put them back; returns all of them, with those that were left."""
+        """Put them back; returns their memory."""
         blocks = {address: device.from_host(block) for address, block in self._blocks.items()}
         for owner, address, on_host in self._moved:
             _give(owner, _view(on_host, blocks[address]))
-        return [*self.left, *blocks.values()]
+        return [*blocks.values()]
 
 
 def _plain(tensor: Tensor) -> bool:
@@ -57,7 +57,7 @@ def _view(like: Tensor, memory: Tensor) -> Tensor:
 
 
 def _give(owner: Saved | Tensor, tensor: Tensor) -> None:
-    if isinstance(owner, Saved):
-        owner.tensor, owner.version = tensor, tensor._version
-    else:
-        owner.data = tensor
+    # As data: its version goes on to tell of changes by a stage that was given it.
+    own = owner.tensor if isinstance(owner, Saved) else owner
+    assert own is not None, "given back before its last use"
+    own.data = tensor

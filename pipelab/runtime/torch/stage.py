@@ -91,10 +91,11 @@ class TorchStage(VersionedStage):
         kept, ledger, key = self._kept[microbatch], self.device.ledger, self.key(microbatch)
         found = [saved for each in kept.saved if (saved := each()) is not None]
         # The first stage's input is the data, which stays.
-        inputs = [] if self.first else [t for t in pytree.tree_leaves(kept.x) if t is not None]
+        data = self.first and self.fed[microbatch].recompute
+        inputs = [] if data else [t for t in pytree.tree_leaves(kept.x) if t is not None]
         self._away[microbatch] = Offloaded(found, inputs, self.device)
         ledger.drop(key)
-        ledger.hold_tensors(key, self._away[microbatch].left)
+        ledger.hold_tensors(key, [*self._away[microbatch].left, *kept.buffers.values()])
 
     def reload(self, microbatch: int) -> None:
         back = self._away.pop(microbatch).reload(self.device)

@@ -161,7 +161,7 @@ def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:
     rule, of_table = reading_of(segment.whole, replicas)
     done, before = segment.done.updates, segment.before_table.updates
     # Those of a short batch are fewer, and all read alike.
-    size = segment.pieces * replicas or None
+    size = segment.pieces // segment.whole.per_sequence * replicas or None
     return rule, [[[v + before for v in r] for r in of[:size]] for of in of_table[done - before :]]
 
 
@@ -234,10 +234,10 @@ def by_rows(table: Schedule) -> Reading:
             updates_made[stage] += kind.name == "U"
             if kind.name == "F":
                 before[stage, number] = updates_made[stage]
-    # Micro-batches of an update: all have equally many.
-    size = (1 + max(number for _, number in before)) // table.updates
+    # Micro-batches of an update: all have equally many. Slices of a sequence read the same.
+    size, step = (1 + max(number for _, number in before)) // table.updates, table.per_sequence
     return [
-        [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size)]
+        [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size, step)]
         for t in range(table.updates)
     ]
 

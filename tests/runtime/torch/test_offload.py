@@ -1,5 +1,6 @@
 """Activations that wait in the host's memory: as few as simulated, and every gradient checked."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -166,3 +167,49 @@ def test_the_text_form_and_what_is_no_table():
         replace(two, overlapped={Action.parse("0OFFLOAD1")})
     with pytest.raises(ScheduleError, match="offloads activations, and torch's tables do not"):
         table.to_torch_csv()
+
+
+def test_copies_that_stand_alone_do_not_count_as_computing():
+    table = validate(Schedule.from_csv("0F0,0OFFLOAD0,0F1,0B1,0RELOAD0,0B0,0U0\n"))
+    costs = Costs(activations=2, host=0.5)
+    timeline = simulate(table, costs)
+    found = fit(timeline, memory(timeline, costs))
+    assert (found.forward, found.host) == ((1,), 0.5)
+    assert simulate(table, found).makespan == pytest.approx(timeline.makespan)
+
+
+class Doubled(nn.Module):
+    """Works in place on what it was given, some time after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        time.sleep(0.05)
+        return self.linear(x.mul_(2))
+
+
+def test_a_receivers_change_in_place_is_told_after_the_copy_too():
+    first = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid())
+    table = Schedule.from_grid("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1\n1F0 1B0 1F1 1B1")
+    with pytest.raises(RunError, match=r"0B0: .* changed in place after the forward"):
+        run(table, [first.double(), Doubled().double()], batches(1), F.mse_loss, SGD)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(512))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.linear(x)
+
+
+def test_buffers_of_a_second_forward_stay_and_count():
+    table = Schedule.from_csv("0F0,0OFFLOAD0,0F1,0B1,0RELOAD0,0B0,0U0\n")
+    done = run(table, [Counting().double()], batches(1), F.mse_loss, SGD, recompute="always")
+    assert done.check.passed
+    assert done.memory.peak("activations")[0] > 2 * 512 * 8

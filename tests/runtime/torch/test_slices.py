@@ -12,6 +12,7 @@ from pipelab import (
     Costs,
     Schedule,
     ScheduleError,
+    Trainer,
     evaluate,
     fit,
     make,
@@ -183,3 +184,28 @@ def test_what_cannot_be_sliced_is_refused():
     with pytest.raises(ValueError, match="sequences of 2 positions for 3 slices"):
         run(table, model(2), data(2, length=2), next_token_loss, ADAM)
     assert Schedule.from_csv(table.to_csv()) == table
+
+
+def test_an_update_of_each_sequence():
+    table = Schedule.from_grid(
+        "# slices=1 1 microbatches=4 per_update=2\n"
+        "0F0 0F1 0F2 0F3 0B1 0B0 0U0 0B3 0B2 0U1\n"
+        "1F0 1F1 1B1 1B0 1U0 1F2 1F3 1B3 1B2 1U1"
+    )
+    done = run(table, model(2), data(1), next_token_loss, ADAM)
+    assert done.check.passed, done.check
+
+
+def test_a_pair_of_slices_saves_their_share():
+    table = validate(make("seq1f1b", 3, 4, slices=4).overlap())
+    t = simulate(table, Costs(together=2))
+    i = min(table.joined)
+    assert [s.end - s.start for s in t.spans[i - 1 : i + 1]] == [0.5, 0.5]
+
+
+def test_a_short_batch_has_fewer_sequences():
+    table, (whole, *_) = make("seq1f1b", 2, 4, slices=2), data(1)
+    short = tuple(x[:3] for x in whole)
+    with Trainer(table, model(2), next_token_loss, ADAM, check=1) as trainer:
+        assert all(step.check.passed for step in trainer.fit([whole, short]))
+        assert trainer.evaluate([tuple(x[:1] for x in whole)]).loss > 0
