@@ -29,13 +29,15 @@ def memory(place: Place) -> list[str]:
     def linear(stages: int) -> Run:
         return model.run(model.table("gpipe", stages), [place.device] * stages)
 
-    def gpt2(stages: int) -> Run:
+    def gpt2(stages: int, offloaded: bool = False) -> Run:
         order = make("gpipe", stages, MICROBATCHES, batches=2)
+        order = order.offload() if offloaded else order
         cut = split(layers, uniform(len(layers), stages))
         how = dict(devices=str(place.device), autocast=torch.bfloat16, check=False)
         return run(order, cut, data[:2], next_token_loss, ADAMW, **how)
 
-    for name, by in ((f"{model}", linear), ("GPT-2 small", gpt2)):
+    away = partial(gpt2, offloaded=True)
+    for name, by in ((f"{model}", linear), ("GPT-2 small", gpt2), ("the same, offloaded", away)):
         for stages in (1, 4):
             ours, torchs, left = peaks(partial(by, stages), place.device)
             sizes = (f"{count / 2**20:.0f}" for count in (ours, torchs, left))
@@ -48,7 +50,8 @@ def memory(place: Place) -> list[str]:
             "workspaces, the model that stages are copied from). Target: within 5 %. What a "
             "backward works on and the data are in torch's count alone. In ours all gradients of a "
             "backward are there from its start and all activations to its end, where in truth some "
-            "come while others go: of one stage these are the gradients of the whole model."
+            "come while others go: of one stage these are the gradients of the whole model. Offloaded: "
+            "activations wait in the host's pinned memory."
         ),
         table(header, rows),
     ]

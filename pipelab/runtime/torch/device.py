@@ -130,7 +130,7 @@ class CudaDevice(CpuDevice):
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         super().__init__(device)
         self.stream, self.computing = stream, stream
-        self.copies = torch.cuda.Stream(device)
+        self.copies = copies_of(stream)
 
     def begin(self, began: float) -> None:
         # Weights and data were put there on the caller's stream.
@@ -219,6 +219,12 @@ def stream_of(name: str, worker: int) -> torch.cuda.Stream:
     """
     part = find_part(name)
     return stream_of_part(*part) if part else torch.cuda.Stream(torch.device(name))
+
+
+@cache
+def copies_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The stream of copies to and from the host, beside one that computes."""
+    return torch.cuda.Stream(stream.device)
 
 
 def torch_device(name: str, worker: int) -> CpuDevice:
