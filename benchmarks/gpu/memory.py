@@ -50,8 +50,8 @@ def memory(place: Place) -> list[str]:
             "workspaces, the model that stages are copied from). Target: within 5 %. What a "
             "backward works on and the data are in torch's count alone. In ours all gradients of a "
             "backward are there from its start and all activations to its end, where in truth some "
-            "come while others go: of one stage these are the gradients of the whole model. Offloaded: "
-            "activations wait in the host's pinned memory."
+            "come while others go: of one stage these are the gradients of the whole model. "
+            "Offloaded: activations wait in the host's pinned memory."
         ),
         table(header, rows),
     ]
