@@ -343,7 +343,7 @@ def test_our_own_trace_changed(tmp_path):
     trace, file = to_trace(simulate(make("gpipe", 2, 2))), tmp_path / "own.json"
     trace["otherData"]["table"] = trace["otherData"]["table"].replace("0F0", "0U0", 1)
     file.write_text(json.dumps(trace))
-    with pytest.raises(ValueError, match=r"own.json: .*0U0 stands twice"):
+    with pytest.raises(ValueError, match=r"own.json: .*0U0 appears twice"):
         from_trace(file)
 
 
@@ -369,7 +369,7 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
         (CSV + "0,F,0,0,1\n2,F,0,1,2\n", "stage 1 of 3 has no span"),
         (CSV + "0,F,0,0,1\n0,F,900000,1,2\n", "900001 micro-batches for a table of 2 actions"),
         (CSV + "0,F,0,0,1\n0,F,1,1,2\n0,B,0,2,3\n", "0B1 is missing on device 0"),
-        (CSV + "0,B,0,0,1\n0,F,0,1,2\n", "0B0 stands before 0F0 on device 0"),
+        (CSV + "0,B,0,0,1\n0,F,0,1,2\n", "0B0 comes before 0F0 on device 0"),
         (
             CSV.replace("\n", ",device\n") + "0,F,0,0,1,1\n",
             "list index out of range",
