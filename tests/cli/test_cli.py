@@ -186,10 +186,10 @@ def test_tables_with_transfers_are_simulated_exported_and_run(capsys, tmp_path, 
         ("search --devices 2 --microbatches 2 --virtual 1000000000", "at most 100,000 stages"),
         ("search --devices 1000000000 --microbatches 2 --placement v", "at most 100,000 stages"),
         ("bound --devices 1000000000 --microbatches 2", "give at most 100,000 stages"),
-        ("bound --devices 2 --microbatches 1000000000", "more than 10,000,000 actions; make a"),
+        ("bound --devices 2 --microbatches 1000000000", "more than 10,000,000 actions; use"),
         (
             "search --devices 2 --microbatches 100000",
-            "600,000 actions. The search takes 200,000",
+            "600,000 actions. The search takes at most 200,000",
         ),
     ],
 )

@@ -339,7 +339,10 @@ def test_a_damaged_record_is_one_error(record, tmp_path):
 
 @pytest.mark.parametrize(
     ("losses", "message"),
-    [([1.0] * 3, "step_000003 holds no checkpoint"), ([1.0] * 4, "is after batch 2, .* 4 losses")],
+    [
+        ([1.0] * 3, "step_000003 does not hold a checkpoint"),
+        ([1.0] * 4, "is after batch 2, .* 4 losses"),
+    ],
 )
 def test_a_record_without_its_checkpoint_is_one_error(losses, message, tmp_path):
     run(*setting(), seed=3, save=tmp_path / "step_000004", stop=2, check=False)
