@@ -131,7 +131,7 @@ def test_what_evaluation_cannot_be():
     with pytest.raises(PipeshardError, match=r"^result 0, shape \(\), is neither a mean"):
         parallelize(worst_of, Pipeshard(4, devices=4))(state, batch)
     table = forward_only(make("gpipe", 4, 4))
-    with pytest.raises(PipeshardError, match="forwards alone, and the step takes a gradient"):
+    with pytest.raises(PipeshardError, match="only forwards, but the step takes a gradient"):
         parallelize(TRAIN, Pipeshard(4, schedule=table, devices=4))(state, batch)
 
 
