@@ -11,7 +11,7 @@ Its backwards run last in, first out:
     .   1F0 1F1 1F2 .   .   1B2 1B1 1B0 1U0 .
     .   .   2F0 2F1 2F2 2B2 2B1 2B0 2U0 .   .
 
-which is why `checkpoint` has a mode of its own for the last micro-batch:
+so `checkpoint` has a special mode for the last micro-batch:
 
 never        every micro-batch keeps what its backward needs; each forward runs once
 always       every micro-batch keeps its input; every forward runs again before its backward

@@ -47,8 +47,8 @@ def attribution(schedule: Schedule, spans: Sequence[Span]) -> dict[Cause, list[f
     """Idle seconds of each device by cause; they add up to makespan - busy exactly.
 
     Before an action whose input was sent at e: `transfer` from e until it arrived; before e
-    `held back by the order` if the input of a later forward of the row has arrived already and
-    the action is no forward, else `waiting for a forward` or `for a gradient`. After the last
+    `held back by the order` if the input of a later forward of the row has arrived already and the
+    action is not a forward, else `waiting for a forward` or `for a gradient`. After the last
     action: `nothing left`. `overhead` is the time between the arrival of an action's input and its
     start: measured, or in a simulation `Costs.overhead`. If a copy to or from the host outlasts the
     action it overlaps with, the rest is `transfer`. The table must not have transfers written out.

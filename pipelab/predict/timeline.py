@@ -190,7 +190,7 @@ class Timeline:
         return [later - earlier for earlier, later in pairwise(self.batch_ends)]
 
     def parts(self) -> Parts:
-        """The parts of all actions; what is negative (a start before its input) counts as 0.
+        """The parts of all actions; a negative one (a start before its input) counts as 0.
 
         A row is free from the first start of the whole timeline on.
         """

@@ -85,8 +85,8 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _required(schedule: Schedule) -> Iterator[tuple[int, Kind, int]]:
-    """The actions of a complete table; a backward is B, or where it stands split, I and W. What is
-    offloaded is reloaded."""
+    """The actions of a complete table; a backward is B, or I and W if split. Offloaded activations
+    are reloaded."""
     at, home, training = schedule.position, schedule.placement, schedule.training
     f, b, i, w, u, offload, reload, send_f, recv_f, send_b, recv_b = Kind
     offloads = offload in schedule.kinds or reload in schedule.kinds

@@ -502,4 +502,4 @@ def test_the_command(tmp_path, capsys):
     assert sum(found["causes"].values()) == pytest.approx(found["idle"])
     assert main([*line[:2], "--schedule", "pipedream_flush"]) == 2
     error = capsys.readouterr().err
-    assert "action 2 of device 0 is 0F2 in the run and 0B0 in pipedream_flush" in error
+    assert "action 2 of device 0 is 0F2 in the run, but 0B0 in pipedream_flush" in error

@@ -104,7 +104,9 @@ def test_it_follows_the_stages_of_training(schedule, copies):
         found = pipeline(given, batch)
         assert not copies and worst(found, fun(jax.device_get(given), batch)) < 1e-5
     pipeline = parallelize(lambda s, b: jnp.tanh(b["x"] @ s[0][0]["w"]), followed)
-    with pytest.raises(PipeshardError, match="reads no parameters of stage 1, which it follows"):
+    with pytest.raises(
+        PipeshardError, match="reads no parameters of stage 1 of the step it follows"
+    ):
         pipeline(state, batch)
 
 

@@ -42,9 +42,9 @@ FAILING = {
     ],
     "compare": ["PipeshardError: compare needs one process: none of several has all the results"]
     * 2,
-    "differ": ["PipeshardError: the shape of the arguments is not the same in process 0 and"] * 2,
+    "differ": ["PipeshardError: the shape of the arguments differs between process 0 and"] * 2,
     **{
-        case: [f"PipeshardError: {what} is not the same in process 0 and process 1: make"] * 2
+        case: [f"PipeshardError: {what} differs between process 0 and process 1: make"] * 2
         for case, what in OTHERS.items()
     },
     "raise": ["mesh 1 (cpu:2048, cpu:2049), action 1B2: ZeroDivisionError: by design"] * 2,

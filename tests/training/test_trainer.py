@@ -215,7 +215,7 @@ def test_a_loader_that_reuses_its_memory(name):
 
 def test_a_first_batch_that_is_none():
     with Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM) as trainer:
-        with pytest.raises(ValueError, match=r"batch 0 is no pair: give \(input, target\)"):
+        with pytest.raises(ValueError, match=r"batch 0 is not a pair: give \(input, target\)"):
             list(trainer.fit([None]))
         assert len(list(trainer.fit(batches(1)))) == 1
 
@@ -383,7 +383,7 @@ def test_checkpoints_of_run(tmp_path):
     Trainer(table("1f1b"), *given, resume=tmp_path / "1f1b end")
     with pytest.raises(ValueError, match="without the older weights that come next"):
         Trainer(table("pipedream"), *given, resume=tmp_path / "pipedream end")
-    with pytest.raises(ValueError, match="was made by another table than pipedream"):
+    with pytest.raises(ValueError, match="was made with a different table than pipedream"):
         Trainer(table("vertical"), *given, resume=tmp_path / "pipedream")
     with Trainer(table("1f1b"), *given) as trainer:
         list(trainer.fit(data[:3]))

@@ -230,8 +230,8 @@ class Reductions:
             return made
         inside = bad.why and f": {bad.why.partition(';')[0]}"
         why = (
-            "has a derivative that mixes samples, or is not linear in what is added up over them"
-            f"{inside} (clip gradients in the update)"
+            f"has a derivative that mixes samples, or is not linear in a sum over them{inside} "
+            "(clip gradients in the update)"
         )
         return [mixed(a, why)] * len(made)
 

@@ -126,7 +126,7 @@ def test_their_costs_are_found_again():
 
 def test_what_does_not_overlap_is_refused():
     table = make("gpipe", 2, 2)
-    with pytest.raises(ScheduleError, match="0B1 overlaps with 0B0 before it: put a forward"):
+    with pytest.raises(ScheduleError, match="0B1 overlaps with 0B0 before it: overlap a backward"):
         replace(table, overlapped=frozenset({table.rows[0][3]}))
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(Schedule.from_grid("0F0 0F1+0B0 0B1\n1F0 1F1 1B0 1B1"))
