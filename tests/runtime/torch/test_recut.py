@@ -172,7 +172,7 @@ def test_what_is_no_other_cut_is_refused(tmp_path):
     def adam(weights):
         return torch.optim.Adam([{"params": weights[:1]}, {"params": weights[1:]}])
 
-    with pytest.raises(ValueError, match=r"made with AdamW, 2 .*are Adam, 2"):
+    with pytest.raises(ValueError, match=r"made with AdamW, 2 .*has Adam, 2"):
         Trainer(schedule, split(layers(), [3, 5]), F.mse_loss, adam, resume=resume)
 
 
