@@ -210,13 +210,11 @@ def search_sharding(
     arguments  for it: arrays, or jax.ShapeDtypeStruct, since nothing is computed
     machine    its seconds count; default: the named one with these devices
     choices    the choices for an array: `anywhere`, or one function per argument, such as
-               [over_model, over_data] for (parameters, batch). On a mesh of (4, 1) devices along
-               "data" and "model" that is data parallelism, on (1, 4) operator parallelism, on (2,
-               2) both
+               [over_model, over_data] for (parameters, batch): data parallelism on a mesh of (4, 1)
+               devices along "data" and "model", operator parallelism on (1, 4), both on (2, 2)
     outputs    the results' shardings: a function that takes specs for `fun`'s arrays and returns
                those of the results, None if the compiler may choose: `lambda weights, batch: (None,
-               weights)` for a loss and gradients sharded as their weights. Default: the compiler
-               chooses
+               weights)` for a loss and gradients sharded as the weights. Default: it chooses
     tied       per array a key: those with equal keys, of one shape, get the same choice
     limit      up to this many candidates, all are tried. Beyond, one array after another gets its
                best choice while the others stay, until nothing improves

@@ -48,10 +48,8 @@ def judge(
     replica_steps  [replica][stage][update]
     saved          by stage, its state in the checkpoint, if one was written
     reference      makes one: in float64 (True), or as the run computes (False)
-    divided        whether a forward depends on how the batch is cut: the truth then uses the same
-                   cut
-    roomy          whether a batch's outputs fit in memory; by_microbatches: whether micro-batches
-                   are wanted
+    divided        whether a forward depends on the batch's cut, which the truth then shares
+    roomy          whether a batch's outputs fit; by_microbatches: whether micro-batches are wanted
     seed           of the random numbers that forwards draw
     draws          whether they are known to draw; else the first piece shows it
     quick          use the run's precision for the truth, too
@@ -227,8 +225,7 @@ def version_read(rule: str, t: int, stage: int, stages: int) -> int:
 
 
 def by_rows(table: Schedule) -> Reading:
-    """The versions that micro-batches read in any table: the updates before each forward in its
-    row."""
+    """What any table's micro-batches read: the updates before each forward in its row."""
     # Walk each row; a stage is in one row, so that counting its updates there is enough.
     before = {}
     updates_made = [0] * table.stages
@@ -264,7 +261,6 @@ def rule_of(schedule: Schedule) -> str:
                 return rule
     if schedule.reads is not Reads.LATEST:
         raise ValueError(
-            f"reads={schedule.reads.name} has no reference rule on this table: run it with "
-            "check=False"
+            f"no reference for reads={schedule.reads.name} on this table: run it with check=False"
         )
     return TABLE
