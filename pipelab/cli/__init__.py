@@ -1,8 +1,8 @@
-"""The command line: a function a command, whose signature and docstring are its options and help.
+"""The command line: each command is a function; its signature and docstring give options and help.
 
-Exit status 0, also when who reads the output has enough; 1 when a table is not valid (`validate`)
-or a run or its check failed; 2 and one line for input that makes no sense or takes more memory than
-there is, and for output that cannot be written; 130 when interrupted, by `kill` as by Ctrl-C.
+Exit status 0, also if the reader of the output stops early; 1 if a table is not valid (`validate`)
+or a run or its check failed; 2, with one line, for bad input, for lack of memory, or if output
+cannot be written; 130 after an interrupt by Ctrl-C or `kill`.
 """
 
 import os
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def chosen(command: str, words: Sequence[str]) -> Callable[[], Any]:
     """The command that the words choose, with its options.
 
-    SystemExit after help or the version; with status 2 and one line for words that are no command.
+    SystemExit after help or the version; with status 2 and one line for an unknown command.
     """
     said = StringIO()
     try:
@@ -146,7 +146,7 @@ def _waiting(function: Callable[..., None]) -> Callable[..., Callable[[], None]]
 
 
 def shortened(line: str) -> str:
-    """A line that quotes a whole file, say, without its middle."""
+    """A long line without its middle, as one that quotes a whole file."""
     return line if len(line) <= 1000 else f"{line[:600]} ... {line[-300:]}"
 
 

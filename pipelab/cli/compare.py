@@ -1,4 +1,4 @@
-"""compare: all schedules on one model, side by side: predicted, and measured if they are run."""
+"""compare: all schedules on one model, side by side: predicted, and measured if they run."""
 
 import math
 import sys
@@ -24,7 +24,7 @@ from pipelab.schedules import make_all, make_for
 def compared(schedule: Schedule, costs: Costs, runs: Sequence[Any] = ()) -> dict[str, Any]:
     """One schedule of a comparison, predicted, and measured if it was run: seconds and bytes.
 
-    Of several runs it is the middle one, and the spread of all.
+    Of several runs, it holds the middle one, and the spread of all.
 
     staleness  updates between the version that a forward reads and the one it helps to make
     gap        how far a batch is above a lower bound, see `pipelab.optimize.order.gap`
@@ -64,7 +64,7 @@ def compared(schedule: Schedule, costs: Costs, runs: Sequence[Any] = ()) -> dict
 def run_in_turn(
     schedules: Mapping[str, Schedule], run: Callable[[Schedule], Any], repeats: int
 ) -> dict[str, list[Any]]:
-    """Runs of each schedule, in turn (A B A B); Ctrl-C ends them with those that there are."""
+    """Runs of each schedule, in turn (A B A B); Ctrl-C keeps the runs so far."""
     runs: dict[str, list[Any]] = {}
     count = len(schedules) * repeats
     with suppress(KeyboardInterrupt), Bar("", count) as bar:
@@ -125,14 +125,14 @@ def compare_command(
     repeats: Count = 3,
     plot: Plot = None,
 ) -> None:
-    """Run all schedules on one model, side by side: Ctrl-C ends it with what there is.
+    """Run all schedules on one model, side by side; Ctrl-C prints the results so far.
 
     Args:
         profile: predict for this profile instead of running a model
         transfer: with --profile: latency, one number or one per link
-        bandwidth: with --profile: bytes a second of every link
+        bandwidth: with --profile: bytes per second of every link
         microbatches: per batch
-        repeats: runs of each, in turn; shown are the middle one and the spread
+        repeats: runs of each, in turn; the output shows the middle one and the spread
     """
     check_targets(plot=plot)
     costs, title = Costs(), str(model)

@@ -1,6 +1,6 @@
 """Files that commands read and write: nothing is left half-written.
 
-A file that an option names is replaced, as by any compiler; a file that a link leads to is not.
+A file named by an option is replaced, as by any compiler; the target of a link is not.
 """
 
 import os
@@ -18,7 +18,7 @@ LARGEST_FILE = 2**26  # bytes of a table or a profile
 
 
 def read_file(name: str, understood: Callable[[str], Any]) -> Any:
-    """The meaning of a file's text; an error names the file."""
+    """A file's text, as `read` reads it; an error names the file."""
     try:
         content = read_bytes(name, LARGEST_FILE)
         return understood(content.decode("utf-8-sig"))  # a byte-order mark is no text
@@ -31,7 +31,7 @@ def read_file(name: str, understood: Callable[[str], Any]) -> Any:
 
 
 def read_csv(name: str, as_written: bool = False) -> Schedule:
-    """The table of a file; bare rows are torch's, whose transfers only count `as_written`."""
+    """The table of a file; bare rows are torch's, and their transfers count only `as_written`."""
 
     def read(content: str) -> Schedule:
         ours = as_written or content.startswith("#")
@@ -45,7 +45,7 @@ def read_profile(name: str) -> Profile:
 
 
 def check_targets(**targets: str | None) -> None:
-    """Refuse what could not be written before any work is done for it: option=path."""
+    """Before any work, ValueError for an output (option=path) that could not be written."""
     paths = {option: Path(name) for option, name in targets.items() if name is not None}
     for option, path in paths.items():
         if option in ("save", "out"):  # they make the folders above them
@@ -56,8 +56,8 @@ def check_targets(**targets: str | None) -> None:
             raise ValueError(f"--{option} {path} is a folder: name a file")
         elif path.is_symlink() and path.is_file():
             raise ValueError(
-                f"--{option} {path} is a link to {path.resolve()}, which exists: name that file if "
-                "it is to be replaced"
+                f"--{option} {path} is a link to {path.resolve()}, which exists: name that file to "
+                "replace it"
             )
         else:
             home = path.resolve().parent

@@ -1,4 +1,4 @@
-"""The best choice of a plan as the lines that start it, and beside its faults."""
+"""A plan's best choice: the commands that start it, and what faults add to it."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -12,8 +12,7 @@ TITAN_KEEP = dict(zip(KEEP, ("none", "selective", "full"), strict=True))
 
 
 def start_lines(answer: Answer) -> list[str]:
-    """Commands that start the best plan: here on a small GPT-2 in the same stages, and by
-    torchtitan."""
+    """Commands that start the best plan: here with a small GPT-2, and in torchtitan."""
     best, choice = answer.best, answer.best.choice
     p, r, balance = choice.pipeline, choice.replicas, ",".join(map(str, choice.balance))
     # Schedules in a V have their own number of chunks.
@@ -78,14 +77,14 @@ def _titan(best: Estimate, table: str) -> list[str]:
 
 
 def faults_of(found: Estimate, faults: Faults) -> dict[str, list[float]]:
-    """By cause: the share that it adds to the step."""
+    """The share that each cause adds to the step."""
     costs = found.problem.costs(found.choice)
     table = table_for(found.choice, costs)
     return cost_of_faults(table, costs, faults, replicas=found.choice.replicas)
 
 
 def faults_text(answer: Answer, faults: Faults) -> str:
-    """What faults add to the step: of the best, and of the best with every other schedule."""
+    """What faults add to the step: for the best plan, and the best with every other schedule."""
     best_with = {answer.best.choice.schedule: answer.best}
     for runner in answer.runners_up:
         if runner.decision == "schedule":

@@ -53,7 +53,7 @@ def small_model(
     loss: Callable
     if model == "mlp":
         if schedule.slices:
-            raise ValueError(f"{schedule.name} slices sequences, and mlp has none: give gpt2")
+            raise ValueError(f"{schedule.name} slices sequences, but an mlp has none: give gpt2")
         loss, layers = F.mse_loss, mlp(layers=count or 2 * schedule.model_stages, width=width)
         if dropout:
             layers = [torch.nn.Sequential(layer, torch.nn.Dropout(dropout)) for layer in layers]
@@ -80,7 +80,7 @@ def small_model(
 
 
 def language_model(folder: str) -> tuple[list, Any, int]:
-    """A folder's causal language model in layers, text in its tokens, and how many it can see.
+    """A folder's causal language model in layers, text in its tokens, and the length it can see.
 
     Tokens by the folder's tokenizer, if it has one.
     """
@@ -88,8 +88,8 @@ def language_model(folder: str) -> tuple[list, Any, int]:
 
     if not Path(folder).is_dir():
         raise ValueError(
-            f"model {folder!r}: give gpt2, or a folder of a causal language model as transformers "
-            "saves it, or with its config alone (run and compare: mlp, too)"
+            f"model {folder!r}: give gpt2, or a folder with a causal language model as "
+            "transformers saves it, or with its config alone (run and compare: mlp, too)"
         )
     model: Any = hub.language_model(folder)
     config = model.config.get_text_config()
@@ -97,14 +97,14 @@ def language_model(folder: str) -> tuple[list, Any, int]:
         tokens = hub.tokens_of(data.text(), folder)
     elif config.vocab_size < SMALLEST:
         raise ValueError(
-            f"{folder} has no tokenizer, and a vocabulary of {config.vocab_size}: text in bytes "
-            f"takes at least {SMALLEST}"
+            f"{folder} has no tokenizer, so its vocabulary of {config.vocab_size} must hold all "
+            f"bytes: give at least {SMALLEST}"
         )
     else:
         tokens = data.corpus(min(config.vocab_size, 8192)).tokens
     if tokens.max() >= config.vocab_size:
         raise ValueError(
-            f"{folder}: its tokenizer gives token {tokens.max()}, and its model has "
+            f"{folder}: its tokenizer gives token {tokens.max()}, but its model has "
             f"{config.vocab_size} tokens"
         )
     return layers_of(model), tokens, getattr(config, "max_position_embeddings", 2**20)
@@ -120,7 +120,7 @@ def into_stages(
     replicas: int = 1,
     device: str | None = None,
 ) -> list[Any]:
-    """The layers in stages, as many a stage as `balance` says, or by one of the cut's methods.
+    """The layers in stages, by the counts in `balance` or by one of the cut's methods.
 
     Times are those of a micro-batch of `batch` on one device.
     """
@@ -136,8 +136,8 @@ def into_stages(
     elif isinstance(balance, str):
         if balance == "time" and "RANK" in os.environ:
             raise ValueError(
-                "--balance time: every rank would measure other times; give the layers a stage, "
-                "as the same command prints them without a launcher"
+                "--balance time: every rank would measure different times; give the layers per "
+                "stage, as the same command prints them without a launcher"
             )
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         own = [copy.deepcopy(layer).to(place) for layer in layers]
@@ -148,8 +148,8 @@ def into_stages(
         counts = split_layers(measured, schedule.model_stages, balance).balance
     elif len(counts) != schedule.model_stages:
         raise ValueError(
-            f"--balance {','.join(map(str, counts))} has {len(counts)} stages for the "
-            f"{schedule.model_stages} of {schedule.name}: give every stage its number of layers"
+            f"--balance {','.join(map(str, counts))} has {len(counts)} stages, but {schedule.name} "
+            f"has {schedule.model_stages}: give every stage its number of layers"
         )
     stages = split(layers, counts)
     return [Sliced(*stage) for stage in stages] if schedule.slices else stages
@@ -171,7 +171,7 @@ def jax_model(schedule: Schedule, seed: int) -> tuple[list, list, Callable, Any]
 
 @dataclass(frozen=True)
 class Training:
-    """Training of a language model: the same in every call that goes on with it.
+    """Training of a language model: the same in every call that continues it.
 
     Args:
         microbatches: per step
@@ -202,7 +202,7 @@ class Training:
     seed: Seed = 0
 
     def name(self, model: str) -> str:
-        """Of the training, which a folder keeps."""
+        """The training's name, as its folder records it."""
         sizes = " ".join(f"{key}={value}" for key, value in vars(self).items())
         return sizes if model == "gpt2" else f"{model} {sizes}"
 

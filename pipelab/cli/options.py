@@ -1,6 +1,6 @@
-"""Options: what their values are read as, and groups that several commands have.
+"""Options: how their values are read, and groups that several commands share.
 
-Commands are functions: `tyro` makes an option of each parameter, and its help of the docstring.
+Commands are functions: `tyro` makes an option of each parameter and help of the docstring.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,14 +119,14 @@ RECOMPUTE = number_option(
 
 @READ.primitive_rule
 def reading(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """The reading of a cost or of `Recompute`; None: tyro's own."""
+    """How a cost or `Recompute` is read; None: tyro's own way."""
     if info.type in (Values, Values | None):
         return COST
     return RECOMPUTE if info.type in (Recompute, Recomputed) else None
 
 
 def require(values: Mapping[str, Any], what: str, instead: str) -> None:
-    """ValueError that names the options which have no value."""
+    """ValueError that names the options without a value."""
     missing = " ".join(f"--{name}" for name, value in values.items() if value is None)
     if missing:
         raise ValueError(f"no {what}: add {missing}, or give {instead}")
@@ -141,10 +141,10 @@ class TableOptions:
         microbatches: per batch
         virtual: chunks a device (interleaved, looped_bfs)
         batches: one after another
-        memory: micro-batches whose activations fit on a device (zb, zb_v)
-        longest: micro-batches of a round at most, if more than p (interleaved)
-        slices: of a sequence (seq1f1b, terapipe)
-        overlap: every forward with the backward right behind it
+        memory: how many micro-batches' activations fit on a device (zb, zb_v)
+        longest: the most micro-batches in a round, if more than p (interleaved)
+        slices: per sequence (seq1f1b, terapipe)
+        overlap: every forward overlaps with the backward right behind it
         offload: activations wait in the host's memory
         reads: which weight version a forward reads
     """
@@ -162,7 +162,7 @@ class TableOptions:
     reads: Literal["latest", "first", "previous"] | None = None
 
     def make(self, costs: Costs | None = None) -> Schedule:
-        """The table; `costs` for a schedule that is made for them."""
+        """The table; `costs` for a schedule that depends on them."""
         options = dict(vars(self))
         made = options.pop("overlap"), options.pop("offload")
         sizes = {key: value for key, value in options.items() if value not in (None, 1)}

@@ -40,7 +40,9 @@ from pipelab.optimize.plan import (
 from pipelab.schedules import make_all
 
 Number = Annotated[Any, number_option(float, lambda x: True, "a number")]
-SIZES = "--layers --hidden --heads --sequence --vocabulary --model, and what else a transformer has"
+SIZES = (
+    "--layers --hidden --heads --sequence --vocabulary --model and the other sizes of a transformer"
+)
 Method = Annotated[str, arg(metavar="NAME", help=f"{', '.join(METHODS)}")]
 
 
@@ -59,10 +61,10 @@ def partition_command(
 
     Args:
         profile: JSON, or PipeDream's graph.txt
-        devices: a stage each; pipedream may give a stage several
+        devices: one stage each; pipedream may give a stage several
         memory: bytes of a device
-        bandwidth: pipedream: bytes a second of every link
-        straight: pipedream: one device a stage
+        bandwidth: pipedream: bytes per second of every link
+        straight: pipedream: one device per stage
         model: pipedream: compute and all-reduce one after the other, or side by side
     """
     check_targets(plot=plot)
@@ -84,17 +86,17 @@ class ModelSizes:
     """A transformer in half precision, or a measured profile.
 
     Args:
-        model: such as deepseek-v3; sizes that are given replace its own
+        model: such as deepseek-v3; given sizes replace its own
         profile: JSON of `profile`, or PipeDream's graph.txt
-        samples: that the profile's micro-batch had (default: as the file says; graph.txt does not)
-        key_heads: of grouped-query attention (default: as many as heads)
+        samples: in the profile's micro-batch (default: as in the file; graph.txt does not say)
+        key_heads: for grouped-query attention (default: heads)
         feed: width of the feed-forward layers (default: 4 times hidden)
-        gated: these have a gate (SwiGLU)
-        experts: copies of them
-        active: of which a token uses so many
+        gated: feed-forward layers have a gate (SwiGLU)
+        experts: copies of the feed-forward layers
+        active: experts that a token uses
         shared: more experts, which every token uses
-        dense: widths of the feed-forward layers of the first layers, which have no experts
-        latent: of latent attention: ranks of queries and keys, a head's nope, rope and value
+        dense: feed-forward widths of the first layers, which have no experts
+        latent: latent attention: ranks of queries and keys, a head's nope, rope and value
     """
 
     model: Name = None
@@ -142,14 +144,14 @@ class Techniques:
     Args:
         tensor: how many devices may share every layer: one number, or several (1,2,4,8)
         context: how many devices may share every sequence
-        expert: replicas that the experts are shared out over
-        optimizer: bytes of its state a byte of weights (default: 7, or 2 with --profile)
-        zero: what replicas share out: 1 the optimizer's state, 3 all (default: 1, 0 with --profile)
-        flash: attention keeps no square of the sequence
-        sequence_parallel: what tensor parallelism leaves whole is split by tokens
-        overlap: the gradients' all-reduce runs beside the last backward
-        pairs: a forward's and a backward's messages to experts run beside each other's compute
-        blocking: messages stop the devices that they leave
+        expert: replicas that share the experts
+        optimizer: bytes of its state per byte of weights (default: 7, or 2 with --profile)
+        zero: what replicas shard: 1 the optimizer's state, 3 all (default: 1, 0 with --profile)
+        flash: attention does not keep its matrix of sequence by sequence
+        sequence_parallel: split by tokens what tensor parallelism leaves whole
+        overlap: the gradients' all-reduce overlaps with the last backward
+        pairs: a forward's and a backward's messages to experts overlap with each other's compute
+        blocking: messages stop the devices that send them
     """
 
     tensor: Counts = (1,)
@@ -170,19 +172,19 @@ class Techniques:
 
 @dataclass(frozen=True)
 class Nodes:
-    """A machine by its name, by its numbers, or both: the numbers replace its own.
+    """A machine by name, by numbers, or both: given numbers replace its own.
 
     Args:
         machine: such as A100-80GB
-        flops: FLOP/s of a device, at most
-        share: of the FLOP/s that is reached (default: the machine's, as published, or 0.5)
+        flops: peak FLOP/s of a device
+        share: of the peak FLOP/s that is reached (default: the machine's, as published, or 0.5)
         memory: bytes of a device
         bandwidth: bytes/s of a device's link to another node
         inside: bytes/s of its link inside the node (default: as --bandwidth)
         node: devices of a node (default: 1)
         latency: seconds of a message (default: 5e-6)
-        overhead: seconds that every action takes on top (default: 0)
-        narrow: sides of a matrix product at which it takes four times as long (default: 0)
+        overhead: extra seconds per action (default: 0)
+        narrow: sides at which a matrix product takes four times as long (default: 0)
         hbm: bytes/s of a device's own memory (default: inf)
         rack: devices of a rack (default: all)
         spine: bytes/s of a device's link to another rack (default: as --bandwidth)
@@ -203,7 +205,7 @@ class Nodes:
     spine: Number = None
 
     def found(self, timed: bool) -> Machine:
-        """The machine; for a profile, which has seconds of its own, FLOP/s may be left out."""
+        """The machine; with a profile, which has its own seconds, FLOP/s may be left out."""
         numbers = {name: value for name, value in vars(self).items() if value is not None}
         name = numbers.pop("machine", None)
         if name in MACHINES:
@@ -233,7 +235,7 @@ def plan_command(
     Args:
         devices: all of them
         batch: samples, of all devices
-        asynchronous: also schedules that train with weights of several versions
+        asynchronous: also schedules that train with several weight versions
     """
     faulty = faults != Faults()
     schedules = [*FLUSH, *(SPLIT if split else ()), *(ASYNCHRONOUS if asynchronous else ())]
@@ -270,18 +272,18 @@ def search_command(
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Find the fastest schedule of one batch for costs and a memory limit, and prove how good.
+    """Find the fastest one-batch schedule for costs and a memory limit; prove how good it is.
 
     Needs OR-Tools (the extra `search`). Ctrl-C ends the search with the best so far.
 
     Args:
         devices: a row each
         microbatches: of the batch
-        memory: micro-batches whose activations fit on a device (default: P; inf: no limit)
+        memory: how many micro-batches' activations fit on a device (default: P; inf: no limit)
         placement: of stages on devices
         virtual: stages a device (loop)
-        whole: no backward is split into I and W
-        seconds: at most (0: heuristics alone, without OR-Tools)
+        whole: do not split backwards into I and W
+        seconds: time limit (0: only heuristics, without OR-Tools)
         workers: threads (0: all cores)
         csv: write the table; replaces that file
     """
@@ -325,10 +327,10 @@ def bound_command(
     """Seconds that no schedule can beat, and every named schedule's gap.
 
     Args:
-        devices: with one stage each
+        devices: one stage each
         microbatches: of the batch
-        memory: micro-batches whose activations fit on a device (default: no limit)
-        whole: bounds of schedules whose backwards are not split
+        memory: how many micro-batches' activations fit on a device (default: no limit)
+        whole: bounds of schedules that do not split backwards
         virtual: chunks a device (interleaved, looped_bfs)
     """
     least = bound(costs, devices, microbatches, memory, split=not whole)

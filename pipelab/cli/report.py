@@ -47,7 +47,7 @@ def verdict_of(check: Any) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> str:
-    """As JSON, which has no infinite numbers and no nan: null."""
+    """As JSON, with null for infinite numbers and nan."""
     return dumps(_finite(value))
 
 
@@ -60,7 +60,7 @@ def _finite(value: Any) -> Any:
 
 
 def show(json: bool, timeline: Timeline, proof: Any = None) -> None:
-    """Print a timeline; the proof of one that was searched for."""
+    """Print a timeline, with its proof if it was searched for."""
     if json:
         print(as_json(describe(timeline) | ({"proof": proof.to_json()} if proof else {})))
         return

@@ -1,4 +1,4 @@
-"""run, train, explain: what happens for real."""
+"""run, train, explain: real training and its measurements."""
 
 import os
 import sys
@@ -71,7 +71,7 @@ def run_command(
 
     Args:
         recompute: when a backward first runs its forward again
-        balance: layers of each stage, such as 3,5,5,1 (the model has as many), or how to find them
+        balance: layers of each stage, such as 3,5,5,1 (in all the model's), or how to find them
         distributed: jax: as one of several processes (calls jax.distributed.initialize)
         paced: seconds per cost unit: slow down to the predicted times
         device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
@@ -85,8 +85,8 @@ def run_command(
         check_targets(save=options.save)
     if jax and (model != "mlp" or dropout or balance != "uniform"):
         raise ValueError(
-            "--backend jax has the mlp alone, two layers a stage and without dropout: leave out "
-            "--model, --dropout and --balance"
+            "--backend jax runs only the mlp, with two layers per stage and without dropout: leave "
+            "out --model, --dropout and --balance"
         )
     sizes: dict[str, Any] = {"seed": seed, "replicas": options.replicas, "dropout": dropout}
     sizes["balance"] = balance
@@ -147,7 +147,7 @@ def _report(result: Any, costs: Costs) -> dict[str, Any]:
 def _join_processes() -> bool:
     """Join jax.distributed; whether this is the first process.
 
-    Where JAX does not know the cluster, variables named JAX_* tell the place.
+    If JAX does not know the cluster, JAX_* variables name the process.
     """
     import jax
 
@@ -157,9 +157,8 @@ def _join_processes() -> bool:
         jax.distributed.initialize(num_processes=count, process_id=number)
     except ValueError as error:
         raise ValueError(
-            f"--distributed: {error} Under Slurm, Open MPI or Kubernetes JAX finds its place by "
-            "itself; else set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and "
-            "JAX_PROCESS_ID"
+            f"--distributed: {error} Under Slurm, Open MPI or Kubernetes, JAX finds its place; "
+            "else set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         ) from None
     return jax.process_index() == 0
 
@@ -180,11 +179,11 @@ def train_command(
 
     Args:
         model: a folder: of a causal language model as transformers saves it, or its config alone
-        steps: in all; may be more than before
+        steps: in total; may be more than before
         device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
         every: a checkpoint every K steps
         balance: layers of each stage, such as 3,5,5,1, or how to find them
-        save: keep the last checkpoint there, and go on from it; other files stay as they are
+        save: keep the last checkpoint here, and continue from it; other files are not touched
     """
     import torch
 
@@ -228,7 +227,7 @@ def train_command(
 def _follow(
     parts: Iterable[Any], tokens: int, shown: bool, file: TextIO | None
 ) -> tuple[dict[str, Any], Any]:
-    """Train part after part, with a line for each; ends where a check fails.
+    """Train part by part, with a line for each; stop if a check fails.
 
     tokens  of a batch
 

@@ -1,4 +1,4 @@
-"""simulate, schedule, validate, export: tables alone."""
+"""simulate, schedule, validate, export: commands on tables."""
 
 from json import dumps
 from typing import Annotated, Literal
@@ -46,7 +46,7 @@ def schedule_command(table: TableOptions, csv: Form | None = None, transfers: bo
     """
     schedule = validate(table.make())
     if transfers and csv == ("torch",):
-        raise ValueError("--csv torch is compute only: leave out --transfers")
+        raise ValueError("--csv torch holds only compute: leave out --transfers")
     if transfers:
         schedule = schedule.with_transfers()
     if csv == ("torch",):
@@ -68,8 +68,8 @@ def export_command(
 
     Args:
         out: a new folder
-        engine: who trains
-        layers: of each stage, or one number to share out evenly
+        engine: what trains from the folder
+        layers: of each stage, or one number to divide evenly
         samples: of a micro-batch
     """
     from pipelab.peers.export import export

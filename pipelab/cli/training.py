@@ -1,4 +1,4 @@
-"""Long trainings in parts that end with a checkpoint: one that is killed goes on from the last."""
+"""Long trainings in parts that end with a checkpoint: a killed one continues from the last."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -41,16 +41,16 @@ def train(
     name: str = "",
     **options: Any,
 ) -> Iterator[TrainedPart]:
-    """Train, `every` batches a part; yields after each. Bit for bit what `run` does in one.
+    """Train, `every` batches a part; yields after each. Bit for bit equal to one `run`.
 
-    folder   new, or of a training like this that was stopped or killed at any moment: it goes on.
-             It keeps the last checkpoint and the losses; what else is in it stays as it is
+    folder   new, or of the same training, stopped or killed at any moment, which continues. It
+             keeps the last checkpoint and the losses; other files are not touched
     check    as for `run`, or "first": only the first part of this call
-    name     what is trained, in words of yours: a folder of another name is refused
-    options  of `run`, as `Options` has them, but for save, stop and resume
+    name     your name for the training: ValueError for a folder with another name
+    options  of `run`, as in `Options`, except save, stop and resume
 
-    ValueError where the folder holds another training, or is used by one, or this one is done, or a
-    checkpoint would replace what is not of this training; else as `run`.
+    ValueError if the folder holds another training or is in use, if this training is done, or if a
+    checkpoint would replace a file that is not its own; else as `run`.
     """
     folder, checks = Path(folder), check == "first" or check
     given = Options(loss=loss, optimizer=optimizer, check=checks, save=folder, **options)

@@ -1,4 +1,4 @@
-"""A training's folder: its losses, its checkpoints, and nothing of anybody else's touched."""
+"""A training's folder: its losses and checkpoints; files of others are not touched."""
 
 import json
 import os
@@ -19,10 +19,10 @@ LOCK, DRAFT = ".pipelab.lock", ".pipelab-losses.draft"
 
 
 class TrainingFolder(AbstractContextManager):
-    """The folder of a training, which one process at a time has.
+    """The folder of a training; one process at a time holds it.
 
-    It removes only what this training wrote: checkpoints whose index names it as their owner, and
-    drafts that have its name in theirs. Links are left alone.
+    It removes only what this training wrote: checkpoints whose index names it as owner, and drafts
+    with its name. Links are left alone.
 
     losses  one per batch that is done
     owner   the training's name in its record
@@ -40,14 +40,14 @@ class TrainingFolder(AbstractContextManager):
 
     @property
     def last(self) -> Path | None:
-        """The checkpoint that the losses lead to."""
+        """The checkpoint after the last of the losses."""
         return self.checkpoint(len(self.losses)) if self.losses else None
 
     def checkpoint(self, done: int) -> Path:
         return self.folder / f"step_{done:06}"
 
     def take(self) -> None:
-        """Take the folder and read its record. ValueError where another process has it."""
+        """Take the folder and read its record. ValueError if another process has it."""
         self._held.enter_context(made(self.folder))
         self._held.enter_context(_locked(self.folder / LOCK))
         file = self.folder / LOSSES
@@ -72,21 +72,21 @@ class TrainingFolder(AbstractContextManager):
         self.losses, self.owner = losses, owner
         if self.last and (done := self._index(self.last).batch) != len(losses):
             raise ValueError(
-                f"{self.last} is after batch {done}, and {LOSSES} has {len(losses)} losses: one of "
-                "them was changed; name another folder"
+                f"{self.last} is after batch {done}, but {LOSSES} has {len(losses)} losses: one of "
+                "the two was changed; name another folder"
             )
 
     def check_free(self, ends: Iterable[int]) -> None:
-        """ValueError where a checkpoint after one of so many batches would replace another's."""
+        """ValueError if a checkpoint after one of these batches would replace another's."""
         for path in map(self.checkpoint, ends):
             if os.path.lexists(path) and not self._owns(path):
                 raise ValueError(
-                    f"{path} is not a checkpoint of this training, which would write one there: "
-                    "move it, or name another folder"
+                    f"{path} is not a checkpoint of this training, but in the way of one: move it, "
+                    "or name another folder"
                 )
 
     def begin(self) -> None:
-        """Write the record, and remove what this training has left when it was killed."""
+        """Write the record, and remove what this training left behind when it was killed."""
         if not self.losses:
             self._held.callback(self._forget)
         self._record()
@@ -100,7 +100,7 @@ class TrainingFolder(AbstractContextManager):
         self._keep_last()
 
     def keep(self) -> None:
-        """Record the losses, whose checkpoint is there, and remove the one before."""
+        """Record the losses once their checkpoint is written, and remove the one before."""
         self._record()
         self._keep_last()
 

@@ -1,4 +1,4 @@
-"""Stages as functions, as `run` is given them for jax; refused where they cannot be trained."""
+"""Stages as functions, as `run` takes them for jax; ValueError if they cannot be trained."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,12 +54,16 @@ def as_function(stage: Any, number: int) -> Part:
 
 # What flax says of a linen module that does not fit, and how it would.
 REMEDIES: dict[type[Exception], str] = {
-    InvalidRngError: "draws random numbers: pass seed=0, say, or make it deterministic=True",
-    ModifyScopeVariableError: "changes variables beside its parameters, which a run does not carry "
-    "on: use LayerNorm or GroupNorm instead of BatchNorm, or its running averages as they are "
-    "(use_running_average=True)",
-    ScopeCollectionNotFound: "lacks variables: give all that module.init returns, not the "
-    "parameters alone",
+    InvalidRngError: (
+        "draws random numbers: pass a seed, such as seed=0, or make it deterministic=True"
+    ),
+    ModifyScopeVariableError: (
+        "changes variables other than its parameters, which a run does not keep: use LayerNorm or "
+        "GroupNorm instead of BatchNorm, or fixed running averages (use_running_average=True)"
+    ),
+    ScopeCollectionNotFound: (
+        "lacks variables: give everything that module.init returns, not only the parameters"
+    ),
 }
 
 
@@ -100,7 +104,7 @@ def _of_nnx(module: nnx.Module, number: int) -> Part:
 
 
 def check_trained(parts: Sequence[Part]) -> None:
-    """ValueError for parameters that cannot be trained, or that two stages would train apart."""
+    """ValueError for parameters that cannot be trained, or that two stages share."""
     owners: dict[int, int] = {}
     for s, (_, parameters) in enumerate(parts):
         for path, leaf in jax.tree.leaves_with_path(parameters):
@@ -108,23 +112,23 @@ def check_trained(parts: Sequence[Part]) -> None:
             kind = getattr(leaf, "dtype", type(leaf))
             if not hasattr(leaf, "dtype") or not jnp.issubdtype(kind, jnp.inexact):
                 raise ValueError(
-                    f"{where}: of type {kind}, and only floating-point arrays can be trained; "
-                    "let the function hold the others"
+                    f"{where}: type {kind} cannot be trained, only floating-point arrays; let the "
+                    "function hold the others"
                 )
             owner = owners.setdefault(id(leaf), s)
             if owner != s and isinstance(leaf, (jax.Array, np.ndarray)):
                 raise ValueError(
-                    f"{where}: an array of stage {owner} too; tied weights are not supported with "
-                    "jax: give each stage its own copy"
+                    f"{where}: shared with stage {owner}, but jax does not support tied weights: "
+                    "give each stage its own copy"
                 )
 
 
 def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Part]) -> None:
-    """ValueError for an optimizer whose step of one stage depends on the other stages.
+    """ValueError for an optimizer whose step for one stage depends on other stages.
 
-    Each stage has a state and a step of its own, so that a norm over all parameters would be a norm
-    over the stage's. This is told from two steps of all stages, traced before training. Where they
-    cannot be traced (a mask made for one stage), the run itself shows whether it can step.
+    Each stage has its own state and step, so a norm over all parameters would be one over the
+    stage's. Two steps of all stages, traced before training, show this. If they cannot be traced (a
+    mask made for one stage), the run itself shows whether it can step.
     """
     trees = [parameters for _, parameters in parts]
 
@@ -145,13 +149,13 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
         # Owners three times: of the weights, of the first gradient and of the second.
         if any(reads and owner != stage for reads, owner in zip(read, owners * 3, strict=True)):
             raise ValueError(
-                "the optimizer makes one stage's step depend on other stages, but steps each stage "
-                "alone: leave out what looks at all parameters or gradients (such as optax."
-                "apply_if_finite; clip= does what optax.clip_by_global_norm does)"
+                "the optimizer makes one stage's step depend on other stages, but each stage steps "
+                "alone: leave out transformations of all parameters or gradients, such as "
+                "optax.apply_if_finite (for optax.clip_by_global_norm use clip=)"
             )
     drawn = (eqn.primitive.name == "random_bits" for eqn in all_equations(traced.eqns))
     if len(parts) > 1 and any(drawn):
         raise ValueError(
-            "the optimizer draws random numbers, which would be the same in every stage: leave "
-            "that out"
+            "the optimizer draws random numbers, which would be the same in every stage: use one "
+            "without"
         )

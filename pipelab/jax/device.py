@@ -1,4 +1,4 @@
-"""A device that runs JAX stages: its clock, how payloads reach it, and where each row's is."""
+"""A device that runs JAX stages: its clock, how payloads reach it, and each row's device."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ SETTINGS = (
 
 
 class JaxDevice(Device):
-    """One JAX device; stages wait for what they compute."""
+    """One JAX device; stages wait for their results."""
 
     def __init__(self, device: jax.Device) -> None:
         super().__init__(device, Ledger())
@@ -54,10 +54,9 @@ class JaxDevice(Device):
 def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device]:
     """A device per row, by platform and number among all processes' devices, such as "cpu:1".
 
-    One name, such as "cpu", stands for all devices that it fits; default: all there are. Names and
-    devices of another number than the rows are taken in turn: rows in blocks over the processes,
-    and over the devices of each in turn. ValueError for an unknown one, and where a process would
-    have nothing to do.
+    One name, such as "cpu", means all devices that match; default: all. If there are not as many as
+    rows, they are taken in turn: rows in blocks over the processes, then over each one's devices in
+    turn. ValueError for an unknown one, or if a process would have nothing to do.
     """
     if names is None or isinstance(names, str):
         pool = _named(names)
@@ -68,7 +67,7 @@ def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device
     processes = jax.process_count()
     if idle := set(range(processes)) - {device.process_index for device in found}:
         raise ValueError(
-            f"{processes} processes were started, and process {min(idle)} has none of the {rows} "
+            f"{processes} processes were started, but process {min(idle)} has none of the {rows} "
             "rows: start fewer"
         )
     return found

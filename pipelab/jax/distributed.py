@@ -34,14 +34,14 @@ class Distributed(Cluster):
     """The processes of jax.distributed; a process does the rows whose device is its own.
 
     owners  processes of all rows
-    alone   whether another one is dead, or hangs
-    stored  whether process 0, which has the store, lives
+    alone   whether another one is dead or hangs
+    stored  whether process 0, which has the store, is alive
 
     When a process dies, jax's coordination service ends the others too: at once if it was process
     0, where the service is, else when its heartbeat has been missing for long enough (100 s, if
     jax.distributed.initialize is not given another `heartbeat_timeout_seconds`). They raise their
-    RunError first. A process that hangs is given up after `timeout`, which therefore has to be the
-    shorter one; where it hangs in its caller's code, it says so and ends by itself.
+    RunError first. A process that hangs ends the run after `timeout`, which must therefore be the
+    shorter one. If it hangs in its caller's code, it says so and ends on its own.
     """
 
     def __init__(self, devices: Sequence[jax.Device], timeout: float, call: str) -> None:
@@ -182,7 +182,7 @@ class Distributed(Cluster):
             self._request("key_value_delete", name)
 
     def _request(self, call: str, *given: Any, **options: Any) -> Any:
-        """What a call of the store returns; Lost when process 0, which has it, has ended.
+        """The result of a call to the store; Lost if process 0, which has it, has ended.
 
         In a thread: the one that would bring the answer may be the one that aborts (`late_aborts`).
         """
@@ -206,12 +206,12 @@ class Distributed(Cluster):
 
 @contextmanager
 def late_aborts() -> Iterator[None]:
-    """Whatever aborts this process within, or after an error, does so six seconds later.
+    """An abort of this process within, or after an error, comes six seconds later.
 
-    A thread of jax's does, as soon as it hears that another process is dead. Nothing in Python can
-    keep it from that, and nobody would learn what has happened to the run. But abort() waits for
-    the handler of its signal, which sleeps here. The other threads go on meanwhile, unless they
-    wait for what that thread holds: then the abort is the only end.
+    A thread of jax's aborts as soon as it hears that another process is dead. Python cannot prevent
+    that, and the run's error would be lost. But abort() waits for the handler of its signal, which
+    sleeps here. The other threads continue meanwhile, unless they wait for what that thread holds:
+    then the abort is the only end.
     """
     c = ctypes.CDLL(None)
     c.signal.argtypes, c.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -224,7 +224,7 @@ def late_aborts() -> Iterator[None]:
 
 
 def end_alone() -> None:
-    """Let this process end when it has nothing more to do, although others are dead or hang.
+    """Let this process end when it is done, although others are dead or hang.
 
     jax would wait for them at its end, until it is aborted. So it forgets its coordination service,
     which is never freed, since that would abort the processes that still refer to it.
@@ -243,7 +243,7 @@ def _forget() -> None:
 
 
 def own_address() -> str:
-    """This host's address towards others: from which it calls process 0's."""
+    """This host's address for others: the one from which it calls process 0."""
     with suppress(OSError), socket(AF_INET, SOCK_DGRAM) as probe:
         coordinator, _, port = str(global_state.coordinator_address).rpartition(":")
         probe.connect((coordinator, int(port)))  # no packet is sent
@@ -267,7 +267,7 @@ def pull(connection: Any, number: int, shapes: Sequence[Any], device: jax.Device
 
 
 def end_pulls(connection: Any) -> None:
-    """Let nobody wait for the other process any more: at this one's end, that would abort it."""
+    """Stop waiting for the other process: at this one's end, that would abort it."""
     connection._poison_connection()
 
 

@@ -1,7 +1,7 @@
 """Arrays on the host: their numbers, and digests.
 
-By digests, processes find that they were not given the same. They are the same in all processes: no
-object's address or hash is in them.
+Processes compare digests to find different arguments. The digests contain no object's address or
+hash, so they are the same in all processes.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def is_key_type(dtype: Any) -> bool:
-    """Whether it is that of typed random keys, as jax.random.key makes them."""
+    """Whether it is the type of random keys, as from jax.random.key."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -23,7 +23,7 @@ def words(array: jax.Array) -> jax.Array:
 
 
 def as_numbers(value: Any) -> np.ndarray | None:
-    """An array's numbers; None if it is no array, or other processes have parts of it."""
+    """An array's numbers; None if it is not an array, or other processes have parts of it."""
     if isinstance(value, jax.Array):
         return np.asarray(words(value)) if value.is_fully_addressable else None
     return value if isinstance(value, np.ndarray) and not value.dtype.hasobject else None
@@ -34,11 +34,11 @@ def digest(*texts: Any) -> str:
 
 
 def of_program(function: Callable, *shapes: Any) -> str:
-    """Digest of all that a function does with arrays of these shapes.
+    """Digest of everything that a function does with arrays of these shapes.
 
-    That is what jax lowers it to, in text: every operation with its parameters and operands,
-    derivatives of custom rules, and the values of what it closes over. (A jaxpr's text has
-    addresses of functions, and no constants.)
+    It is of the text that jax lowers it to: every operation with its parameters and operands,
+    derivatives of custom rules, and closed-over values. (A jaxpr's text has addresses of functions,
+    and no constants.)
     """
     lowered = jax.jit(function).lower(*shapes)
     # Not in the text where jax makes arguments of large constants (an option of it).

@@ -66,7 +66,7 @@ class Graph:
         return ClosedJaxpr(jaxpr, list(self.consts.values()))
 
     def run(self, *values: Any) -> Arrays:
-        """Evaluate the equations: values of the inputs -> those of the outputs."""
+        """Evaluate the equations: input values -> output values."""
         return jaxpr_as_fun(self.jaxpr)(*values)
 
 
@@ -77,8 +77,8 @@ def inline(
 
     Every variable is new, since jax shares one jaxpr between all calls of a jitted function.
 
-    inputs  what it is called with, or the first of these; for the others the graph has inputs
-    outer   the equation that it stands in: an equation that names no line of the user's takes its
+    inputs  its arguments, or the first of them; for the others the graph has inputs
+    outer   the equation it is in: an equation without a line of the user's takes that one's line
     """
     closed = traced if isinstance(traced, ClosedJaxpr) else ClosedJaxpr(traced, ())
     consts: Values = {}
@@ -176,7 +176,7 @@ def contains(eqn: JaxprEqn, names: Collection[str]) -> bool:
 def rounding_unit(made: Iterable[JaxprEqn], read: Iterable[Any]) -> jnp.finfo:
     """The coarsest type that equations, and all inside them, compute in or read.
 
-    It is float32 where there are whole numbers alone.
+    It is float32 if there are only whole numbers.
     """
     inside = [v for eqn in all_equations(made) for v in eqn.outvars if hasattr(v.aval, "dtype")]
     types = {v.aval.dtype for v in (*read, *inside)}

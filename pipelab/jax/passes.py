@@ -1,4 +1,4 @@
-"""A stage's forward and backward: traced once, compiled for where its arrays lie, and at work.
+"""A stage's forward and backward: traced once, compiled for its arrays' placement, and run.
 
 A stage of the jax wing is one on a single device; pipeshard's is one on a mesh of devices.
 """
@@ -40,7 +40,7 @@ class Groups(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """A stage's forward and backward as equations, and what goes from one to the other.
+    """A stage's forward and backward as equations, and what passes between them.
 
     forward   arguments -> outputs, other results, saved
     backward  gradients of the outputs, then kept -> gradients of the parameters, of the inputs
@@ -77,15 +77,14 @@ def passes(run: Callable, shapes: Groups) -> Passes:
 
     run  (*groups) -> outputs, which have gradients, and other results
 
-    The leaves of the pullback are all that the backward needs. By where they come from, they are
-    treated in three ways:
+    The leaves of the pullback are all that the backward needs. Their origin decides their
+    treatment:
 
         an argument or a result of the forward    at hand anyway: kept, but not returned again
         made of parameters and constants alone    (a cast, zeros) not kept: the backward makes it
         anything else                             saved: these are the activations
 
-    A jitted function that returned its arguments would copy them, every parameter for every
-    micro-batch.
+    A jitted function that returned its arguments would copy every parameter for every micro-batch.
     """
     # [1] Trace the forward together with its pullback.
     trace = jax.make_jaxpr(lambda *of: differentiate(run, Groups(*of)), return_shape=True)
@@ -250,7 +249,7 @@ class Compiled:
 def compile_passes(
     fun: Callable, results: Any, *arguments: Any, donate: Any = (), options: Any = None
 ) -> Any:
-    """Compile for arrays like these; None in `results`: the compiler chooses where they lie."""
+    """Compile for arrays like these; None in `results`: the compiler chooses their sharding."""
     jitted = jax.jit(fun, donate_argnums=donate, out_shardings=results)
     return jitted.lower(*arguments).compile(options)
 
@@ -261,7 +260,7 @@ def _lying(program: Any, results: Iterable[Any]) -> Specs:
 
 
 def bytes_on_mesh(x: jax.ShapeDtypeStruct | jax.Array) -> int:
-    """Bytes on all devices of the array's mesh together; what is replicated counts on each."""
+    """Bytes on all devices of the array's mesh together; replicated arrays count on each."""
     shape = x.sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize * x.sharding.num_devices
 
@@ -323,7 +322,7 @@ class Backwards:
         self._drop(microbatch)
 
     def skip(self, microbatch: int) -> Arrays:
-        """Zeros as the gradients of the inputs, of a micro-batch that counts nothing."""
+        """Zero gradients of the inputs, for a micro-batch that counts nothing."""
         if microbatch not in self._kept:  # it is a W, and I was skipped
             return []
         inputs = self._kept[microbatch].stage.inputs

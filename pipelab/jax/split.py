@@ -8,12 +8,12 @@ The backward of two layers, x -> y1 -> y2, with dy the gradient of y:
      v         v
     dW2       dW1                W   what no stage waits for: dW1 reads dy1 and x, dW2 dy2 and y1
 
-So I is every equation of the backward that dx needs, W is every other one, and what W reads of I's
-results crosses. Nothing is computed twice. What I alone reads is free after it.
+So I is every equation of the backward that dx needs, and W is the rest. I's results that W reads
+cross. Nothing is computed twice. Values that only I reads are freed after it.
 
-A first stage has no dx. Its I computes what the gradients of several weights share: the chain of
-the dy all the same, whose last one, dy1, is that of the first layer's weight and of its bias. So W
-finds only what it reads, and the rest of what the forward kept is free, as in the other stages.
+A first stage has no dx. Its I computes what the gradients of several weights share: again the chain
+of the dy, up to dy1, which the first layer's weight and bias share. So only what W reads stays, and
+the rest of what the forward kept is freed, as in the other stages.
 
 An equation that holds others, such as a loop over layers (scan) or a checkpoint, is not cut: I
 computes all of it, and the run says so.

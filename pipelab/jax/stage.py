@@ -1,6 +1,6 @@
 """A stage of a JAX model: what a worker's five kinds of action do to it.
 
-Arrays do not change, so that a weight version is just a value that is kept.
+Arrays do not change, so a weight version is just a value that is kept.
 """
 
 from collections.abc import Callable, Collection, Sequence

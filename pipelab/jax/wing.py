@@ -67,18 +67,18 @@ class JaxWing(Wing):
         options.refuse("replicas", "autocast", "save", "stop", "resume")
         if schedule.slices:
             raise ValueError(
-                f"{schedule.name} has slices of sequences, which only torch stages take: give "
-                "torch modules"
+                f"{schedule.name} slices sequences, which only torch stages support: give torch "
+                "modules"
             )
         if schedule.copies > 1:
             raise ValueError(
-                f"{schedule.name} has {schedule.copies} copies of the model, whose gradients only "
-                "torch stages add up: give torch modules"
+                f"{schedule.name} has {schedule.copies} copies of the model, which only torch "
+                "stages support: give torch modules"
             )
         if Kind.OFFLOAD in schedule.kinds:
             raise ValueError(
-                f"{schedule.name} offloads activations, which only torch stages do: give torch "
-                "modules"
+                f"{schedule.name} offloads activations, which only torch stages support: give "
+                "torch modules"
             )
         self.seeded = options.seed is not None
         # Stages are looked at before a launcher is started: nothing is to be cleaned up.
@@ -149,7 +149,7 @@ def _shapes(
 ) -> list[list[tuple[Any, Any]]]:
     """Per stage, the (x, target) of each size of micro-batch.
 
-    Nothing behind a stage that cannot be traced: the run says why.
+    Nothing after a stage that cannot be traced: the run says why.
     """
     # Shapes go through the stages as arrays will, and cost nothing.
     found: list[list[tuple[Any, Any]]] = [[] for _ in parts]

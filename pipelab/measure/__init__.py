@@ -1,1 +1,1 @@
-"""Measurements of a run, ours or anybody's: traces read, costs fitted, idle time explained."""
+"""Measurements of any run: read traces, fit costs, explain idle time."""

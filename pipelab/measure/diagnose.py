@@ -1,4 +1,4 @@
-"""A run's losses and what would help, from its timeline alone."""
+"""Where a run loses time, and what would help, from its timeline alone."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ class WhatIf:
 
     idle       share of all device time
     speed      samples a second, as a multiple of those of the simulated run
-    in_flight  the most activations that a device would keep, counted in those of all its layers for
-               a micro-batch of the run
+    in_flight  the most activations that a device would hold, in those of all its layers for a
+               micro-batch of the run
     """
 
     change: str
@@ -45,8 +45,8 @@ class Diagnosis:
     idle      share of all device time: `bubble.of_total`
     causes    cause -> its share of all device time, largest first; they sum to `idle`
     path      "stage 1 backward" -> its share of the makespan on the critical path, largest first;
-              with what passes between actions they sum to 1
-    as_it_is  the run itself, simulated: what the changes are compared with
+              with the time between actions they sum to 1
+    as_it_is  the run itself, simulated: the baseline for the changes
     what_ifs  changes
     """
 
@@ -84,29 +84,28 @@ class Diagnosis:
 
 
 def diagnose(timeline: Timeline) -> Diagnosis:
-    """A run's losses, by causes that add up to its idle time, and what changes would make of it.
+    """Where a run loses time, by causes that sum to its idle time, and what changes would gain.
 
     The command `pipelab explain` prints it; `explain`, the function, compares a run with a
     prediction.
 
     Every idle instant of a device has one cause. The device's next action can start (`overhead`),
-    its input is on its way (`transfer`), or the input is not made yet; then what its maker's device
-    does at that instant decides: it computes for a stage (`waiting for stage s`), or is idle itself
-    for a cause of its own. A device with nothing left waits for the one that ends last. Then what
-    has another name is taken out:
+    or its input is on its way (`transfer`). If the input is not made yet, its maker's device
+    decides: it computes for a stage (`waiting for stage s`), or is idle for a cause of its own. A
+    device with nothing left waits for the one that ends last. Three causes are then split off:
 
     first batch        of the idle time until the first of several batches had ended, what goes
                        beyond the median of the others: it warms up (not without a flush: the
                        batches overlap)
     warm-up and drain  of the waiting for stages, as much as a perfectly balanced pipeline without
                        transfers and overhead has, at the most (p - 1) / (m v) of the compute
-    order              what else such a pipeline waits in this order of actions
+    order              the rest of what such a pipeline waits in this order of actions
 
-    The changes are simulations under `fit(timeline)`: perfect balance, each device's work (the name
-    says how much the slowest has beyond the mean) spread evenly; transfers that take no time; twice
-    the micro-batches, of the same size (a batch twice as large) or of half (overhead and transfer
-    stay as they are); and other schedules of the same micro-batches, where a device's work is
-    divided evenly among its chunks. Raises ValueError for a table with transfers.
+    The changes are simulations under `fit(timeline)`: perfect balance, each device's work spread
+    evenly (the name says how far the slowest exceeds the mean); free transfers; twice the
+    micro-batches, of the same size (a batch twice as large) or half (overhead and transfer stay the
+    same); and other schedules of the same micro-batches, with a device's work divided evenly among
+    its chunks. Raises ValueError for a table with transfers.
 
     >>> from pipelab import Costs, make, simulate
     >>> found = diagnose(simulate(make("gpipe", 2, 4), Costs(forward=[1, 2])))

@@ -18,28 +18,26 @@ from pipelab.table.action import HOST, Kind
 
 
 def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
-    """The costs under which a simulation takes as long as this timeline; to predict other tables.
+    """Costs whose simulation takes as long as this timeline, to predict other tables.
 
-    The first batch, which warms up, is left out where there are more (`Timeline.warmed_up`).
+    The first batch, which warms up, is left out if there are more (`Timeline.warmed_up`).
 
     Seconds: the mean over a stage's forwards, backwards, updates. Those that overlap count only for
-    `together`, unless a stage has no others. `overhead` is the mean time that
-    an action lost between the one before it and its own start, though its input was there. A full
-    backward is split evenly into input and weight gradient, since it was measured as one.
-    `transfer` is one number: the mean time on the way of inputs that were waited for, plus what
-    actions that waited for their input lost more than the others.
+    `together`, unless a stage has no others. `overhead` is the mean time between an action and its
+    predecessor, if its input was there. A full backward, measured as one, is split evenly into
+    input and weight gradient. `transfer` is one number: the mean travel time of inputs that were
+    waited for, plus the extra time that actions lost after such a wait.
 
-    What varies makes others wait, so that a run takes longer than its means: all seconds are scaled
-    by the one factor (near 1) with which the run, its first batch as it was, takes as long as it
-    did.
+    Variation makes devices wait, so a run takes longer than its means: all seconds are scaled by
+    one factor (near 1) to match the run's length, with its first batch as it was.
 
     Bytes, if the timeline's `memory` is given: weights and optimizer state as the device's peak,
     divided evenly among its stages; activations as its peak divided by the most micro-batches in
-    flight, so evenly too; `host` from the seconds of offloads and reloads. Where backwards are
-    split, activations are what forwards left, and `weight_activations` what was left of it between
-    I and W. A cause that the memory does not have is 0; so is `boundary`. With recomputation, its
-    seconds are part of the backward, and activations are a mean of full and recomputed ones, or,
-    with split backwards, what is kept of a forward until its I.
+    flight, also evenly; `host` from the seconds of offloads and reloads. With split backwards,
+    activations are what forwards left, and `weight_activations` what remained between I and W.
+    Causes missing in the memory are 0, as is `boundary`. Recomputation counts as part of the
+    backward, and activations are a mean of full and recomputed ones or, with split backwards, what
+    is kept from a forward to its I.
 
     Model: an action costs the same in every table. Raises ValueError for a table with transfers.
 
@@ -65,8 +63,7 @@ def _host(timeline: Timeline, costs: Costs) -> float:
 def fit_seconds(timeline: Timeline, each_link: bool = False, memory: Memory | None = None) -> Costs:
     """The seconds of `fit`, with bytes of a memory; with a `transfer` for each link, if asked for.
 
-    Without a flush the other batches wait for the first one, too, which their costs must not make
-    up: it stays as it was.
+    Without a flush, the other batches wait for the first one, too; so it keeps its measured times.
     """
     s, warm, starts = timeline.schedule, timeline.warm, late_starts(timeline)
     duration, delay, wait, _ = timeline.parts()
@@ -98,7 +95,7 @@ def fit_seconds(timeline: Timeline, each_link: bool = False, memory: Memory | No
 
 
 def late_starts(timeline: Timeline) -> list[float]:
-    """The wait of the first action of each row, though it could start; 0 for the others."""
+    """How long the first action of each row waited though it could start; 0 for the others."""
     pairs = zip(timeline.schedule.before, timeline.parts().wait, strict=True)
     return [wait if before is None else 0.0 for before, wait in pairs]
 

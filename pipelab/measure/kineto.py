@@ -22,12 +22,12 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 class Rank(NamedTuple):
     """The content of one process's file.
 
-    number  its rank in the job, 0 if it does not say
+    number  its rank in the job, 0 if unknown
     zero    nanoseconds to which its times are relative
     host    the name of its machine, or None
-    spans   of device 0: the caller knows which one it is
+    spans   of device 0: the caller sets the device
     batch   micro-batches of a batch
-    stages  at least so many has the pipeline
+    stages  a lower bound on the pipeline's stages
     """
 
     number: int
@@ -51,16 +51,16 @@ class Event(NamedTuple):
 def read_rank(trace: dict[str, Any]) -> Rank:
     """The actions of one process, each without the wait for its input.
 
-    On a GPU a span is that of the kernels that were launched in it (on any thread: autograd has its
-    own), without NCCL's; the profile needs ProfilerActivity.CUDA, or it shows the launches alone.
-    On a CPU it begins when the last receive before its first operator ended and ends when a send
-    begins. Of a forward and a backward that torch overlaps, the latter has what autograd does.
+    On a GPU, a span covers the kernels launched in it (on any thread: autograd has its own),
+    without NCCL's; without ProfilerActivity.CUDA, a profile shows only the launches. On a CPU, it
+    begins at the end of the last receive before its first operator, and ends when a send begins. If
+    torch overlaps a forward and a backward, autograd's work is the backward.
 
-    Where a span holds another of the same action (`annotate`, in a schedule that torch annotates
+    If a span contains another of the same action (`annotate`, in a schedule that torch annotates
     itself), the inner one counts.
 
-    An action's j-th occurrence is of batch j. Optimizer.step makes the updates: several in a batch
-    are one for each stage of the rank, or else counted as one and divided evenly.
+    An action's j-th occurrence is of batch j. Optimizer.step makes the updates: if a batch has one
+    for each stage of the rank, these; else all count as one, divided evenly.
     """
     events = sorted(_events(trace["traceEvents"]), key=lambda e: (e.start, -e.end))
     clock = _Clock(events)
@@ -95,8 +95,8 @@ def _named(events: list[Event], clock: "_Clock") -> list[tuple[Action, Event]]:
     named = [e for e in events if e.kind == "user_annotation" and NAMED.fullmatch(e.name)]
     if not named:
         raise ValueError(
-            "no span of a pipeline's action (PP:0F0): torch's GPipe and 1F1B name none; see "
-            "pipelab.peers.torch_pipelining.annotate"
+            "no pipeline action (such as PP:0F0) has a span: torch's GPipe and 1F1B do not name "
+            "them; see pipelab.peers.torch_pipelining.annotate"
         )
     actions = [parse_cell(e.name.removeprefix("PP:")) for e in named]
     outer: set[int] = set()

@@ -18,10 +18,10 @@ class Explanation:
     predicted, measured  makespans
     causes               cause -> seconds that it adds to the makespan (negative: saves); they sum
                          to the gap
-    spread               by how much the same run differs from itself: less than that is no claim
+    spread               how much a repeated run varies: smaller causes are not claimed
 
-    Shown as a table: the causes beyond the spread, one by one, and the others as one line; seconds
-    in a fitting unit, and percent of the measured makespan.
+    Shown as a table: each cause beyond the spread, and the others in one line; seconds in a fitting
+    unit, and percent of the measured makespan.
     """
 
     predicted: float
@@ -65,13 +65,13 @@ class Explanation:
 
 
 def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) -> Explanation:
-    """Attribute what a run took longer than these costs predict to causes, in seconds.
+    """Attribute the seconds that a run took longer than these costs predict to causes.
 
-    It compares a run with a prediction; what a run loses by itself `diagnose` tells, which is also
-    what the command `pipelab explain` prints.
+    It compares a run with a prediction. `diagnose`, which the command `pipelab explain` prints,
+    shows a run's own losses.
 
     The measured run's own costs (`fit`, with one transfer for each link) replace the predicted ones
-    step by step. A cause is the change of the makespan that its step makes, in this order:
+    step by step. Each step's change of the makespan is a cause, in this order:
 
     stage s             its forwards, backwards and updates took longer
     link s-t            what one of the two stages sent was longer on its way to the other
@@ -80,13 +80,13 @@ def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) 
     first batch         what the first of several batches took longer than the others: it warms up
     unexplained         spans that overlap, inputs that come after their use
 
-    The causes sum to the gap. What two make only together counts for the later one; what is late
-    where there is slack costs nothing, and counts nothing. A paced run makes up in an action for
-    what it lost before it, so that its overhead and its stages cancel.
+    The causes sum to the gap. An effect that takes two causes counts for the later one; lateness
+    within slack costs nothing, and counts nothing. A paced run makes up for losses within the next
+    action, so its overhead and its stages cancel.
 
-    `repeats` are other timelines of the same run: where makespans differ so much anyway, nothing is
-    claimed. Without them the spread is that of the run's own batches (three and more, the first
-    left out), if they were independent: their standard deviation x sqrt(batches).
+    `repeats` are other timelines of the same run: differences no larger than between their
+    makespans are not claimed. Without them the spread is that of the run's own batches (at least
+    three, without the first), taken as independent: their standard deviation x sqrt(batches).
 
     Raises ValueError for a table with transfers, and for repeats of another table.
 

@@ -58,19 +58,19 @@ def rebuilt_timeline(
 
 def _rows(found: list[Recorded], per_update: int) -> list[list[Recorded]]:
     """One a device, in the order of the starts, with updates that take no time where there are
-    none; ValueError for what cannot be the rows of a table."""
+    none; ValueError if these cannot be the rows of a table."""
     check_stage_numbers({s.action.stage for s in found})
     rows: list[list[Recorded]] = [[] for _ in {s.device for s in found}]
     for s in found:
         if not s.start <= s.end < math.inf:
             raise ValueError(
-                f"{s.action} starts at {s.start:g} s and ends at {s.end:g} s: an end comes after "
-                "its start"
+                f"{s.action} starts at {s.start:g} s and ends at {s.end:g} s: give an end after "
+                "the start"
             )
         rows[s.device].append(s)
     for action, times in Counter(s.action for s in found).items():
         if times > 1:
-            raise ValueError(f"{action} is there twice: give each action of a run one span")
+            raise ValueError(f"{action} appears twice: give each action of a run one span")
     for row in rows:
         row += _updates(row, per_update)
         row.sort(key=lambda s: (s.start, s.end))
@@ -96,7 +96,7 @@ def _updates(row: list[Recorded], per_update: int) -> list[Recorded]:
 
 
 def check_stage_numbers(found: Collection[int], least: int = 0) -> None:
-    """ValueError if a stage from 0 to the largest one, or of at least so many, is not there."""
+    """ValueError if a stage from 0 to the largest one, or below the known number, is missing."""
     stages = max(least, 1 + max(found))
     missing = next((s for s in range(stages) if s not in found), None)
     if missing is not None:
@@ -110,7 +110,7 @@ def check_stage_numbers(found: Collection[int], least: int = 0) -> None:
 
 
 def asked_for(schedule: Schedule | str, table: Schedule) -> Schedule:
-    """The schedule that the caller says it is, in the table's sizes if that is a name."""
+    """The schedule that the caller names or gives; a named one in the table's sizes."""
     if isinstance(schedule, Schedule):
         return schedule
     chunks = schedule in SCHEDULES and takes(schedule, "virtual")
@@ -119,19 +119,20 @@ def asked_for(schedule: Schedule | str, table: Schedule) -> Schedule:
 
 
 def checked(table: Schedule, schedule: Schedule | str) -> Schedule:
-    """The table that the caller says it is; ValueError where the one that ran differs."""
+    """The table that the caller gives; ValueError if the one that ran differs."""
     asked = asked_for(schedule, table)
     if (table.devices, table.placement) != (asked.devices, asked.placement):
         raise ValueError(
-            f"the run has {table.devices} devices, stages placed on {table.placement}, and "
-            f"{asked.name} {asked.devices}, on {asked.placement}: give the table that ran"
+            f"the run has {table.devices} devices with stages on {table.placement}, but "
+            f"{asked.name} has {asked.devices}, with stages on {asked.placement}: give the table "
+            "that ran"
         )
     for d, (row, other) in enumerate(zip(table.rows, asked.rows, strict=True)):
         for i, (a, b) in enumerate(zip_longest(row, other, fillvalue="nothing")):
             if a != b:
                 raise ValueError(
-                    f"action {i} of device {d} is {a} in the run and {b} in {asked.name}: give the "
-                    "table that ran, or omit `schedule`"
+                    f"action {i} of device {d} is {a} in the run, but {b} in {asked.name}: give "
+                    "the table that ran, or omit `schedule`"
                 )
     return asked
 

@@ -1,4 +1,4 @@
-"""Runs in files: the Chrome trace of a timeline, and what other people's runs left behind.
+"""Runs in files: the Chrome trace of a timeline, and traces of other people's runs.
 
 A run of torch.distributed.pipelining under torch.profiler (`pipelab.measure.kineto`), our own
 trace, or a CSV of spans becomes a measured `Timeline`: its table is rebuilt from the spans.
@@ -34,7 +34,7 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     """A Chrome trace (chrome://tracing, Perfetto): a process per device, two tracks each.
 
     Compute is on the first track, transfers on the second, with arrows between devices.
-    `otherData` has what `from_trace` needs to make the same timeline again.
+    `otherData` has what `from_trace` needs to restore the timeline.
     """
     t, s = timeline, timeline.schedule
     zero = min(t.start)
@@ -75,7 +75,7 @@ def from_trace(
     paths: str | os.PathLike | Sequence[str | os.PathLike],
     schedule: Schedule | str | None = None,
 ) -> Timeline:
-    """The timeline of a run that left one of these (each may be gzipped):
+    """The timeline of a run from one of these files (each may be gzipped):
 
     - JSON of torch.profiler, one file per rank of one pipeline, of a run of
       torch.distributed.pipelining, or of whatever names its actions PP:0F0 as that does: see
@@ -85,21 +85,20 @@ def from_trace(
     - CSV with the columns stage, kind (F, B, I, W, U), microbatch (through all batches), start, end
       (seconds), and device where that is not the stage. A batch ends with an update.
 
-    schedule  the table that ran, or the name of one. Without it the table is rebuilt: rows in the
-              order of the starts, each stage where it ran, updates of no time where there are
-              none; it gets the name of the schedule whose table it is, else "trace"
+    schedule  the table that ran, or its name. Without it the table is rebuilt: rows in the order of
+              the starts, each stage where it ran, missing updates with zero time. It is named after
+              the schedule that has this table, else "trace"
 
-    Ranks' clocks are aligned by the transfers. By the clocks as they are, the quickest message from
-    a to b takes q(a, b). None arrives before it was sent, so b's clock is ahead of a's by at most
-    q(a, b) and at least -q(b, a); it is taken to be ahead by the middle of the two, as if the
-    quickest messages took the same time both ways. Clocks of one machine are left alone if they
-    contradict no message.
+    Transfers align the ranks' clocks. By the raw clocks, the quickest message from a to b takes
+    q(a, b). None arrives before it was sent, so b's clock is ahead of a's by at most q(a, b) and at
+    least -q(b, a). The middle of the two is used, as if the quickest messages took the same time
+    both ways. Clocks of one machine stay unless they contradict a message.
 
-    An input that its device waited for arrived when the action began; any other is taken to have
-    been as quick as the quickest one between the two devices.
+    An input that its device waited for arrived when the action began; any other is assumed to be as
+    quick as the quickest one between the two devices.
 
-    Raises ValueError for a file that is broken, foreign or missing, an action that is there twice
-    or not at all, spans that overlap on a device, and for the first difference from `schedule`.
+    Raises ValueError for a file that is broken, foreign or missing, a missing or repeated action,
+    spans that overlap on a device, or the first difference from `schedule`.
     """
     files = [Path(p) for p in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if not files:
@@ -131,7 +130,8 @@ def _naming(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
     except BROKEN as error:
         raise ValueError(
-            f"{where}: not all of what `to_trace`, torch.profiler or a CSV of spans has: {error!r}"
+            f"{where}: not a complete file of `to_trace`, torch.profiler or a CSV of spans: "
+            f"{error!r}"
         ) from error
 
 

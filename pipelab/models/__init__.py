@@ -1,6 +1,6 @@
 """Models in layers, ready to be cut into stages.
 
-Those of torch are loaded when they are first used: `flax_mlp` needs no torch.
+Torch models are loaded when first used: `flax_mlp` does not need torch.
 """
 
 from importlib import import_module

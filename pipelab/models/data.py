@@ -20,7 +20,7 @@ class Corpus(NamedTuple):
 
     tokens      (count,)
     vocabulary  the tokens as text, by number
-    tokenizer   what has made them; `tokenizer.decode([...])` makes text of them
+    tokenizer   it made them; `tokenizer.decode([...])` turns them into text
     """
 
     tokens: Tensor
@@ -40,10 +40,10 @@ def text() -> str:
 
 @cache
 def corpus(vocabulary: int = 1024, prose: str | None = None) -> Corpus:
-    """A text (default: `text()`) in tokens of a byte-level BPE, as GPT-2 has it, trained on it.
+    """A text (default: `text()`) in tokens of a byte-level BPE like GPT-2's, trained on that text.
 
-    `vocabulary` is how many tokens there are, at least 257: all bytes are among them, so that any
-    text can be written, and an end of text.
+    `vocabulary` is the number of tokens, at least 257: all bytes, so that any text can be encoded,
+    and an end of text.
 
     >>> found = corpus(300, "to be or not to be")
     >>> found.tokenizer.decode(found.tokens.tolist())
@@ -71,7 +71,7 @@ def batches(
 ) -> list[tuple[Tensor, Tensor]]:
     """`count` batches of (input, target), each (size, length).
 
-    Passages from random places, the target one token later.
+    Passages from random places; the target is one token later.
     """
     if count * size * (length + 1) > MOST:
         raise ValueError(
@@ -87,9 +87,9 @@ def padded(
 ) -> list[tuple[Tensor, Tensor]]:
     """`count` batches of (input, target), each (size, length), of texts in tokens.
 
-    Each text is ended by `end` and filled up with it; in the target the fill is PADDING, which
-    `masked_loss` leaves out. Texts are taken in their order, again from the first when they end,
-    and cut at `length`.
+    Each text is padded with `end`, at least one; in the target the padding is PADDING, which
+    `masked_loss` ignores. Texts are taken in order, starting again after the last, and cut at
+    `length`.
 
     >>> padded([[5, 6]], count=1, size=1, length=4)
     [(tensor([[5, 6, 0, 0]]), tensor([[   6,    0, -100, -100]]))]

@@ -26,14 +26,14 @@ class Embedding(nn.Module):
         return self.take_slice(tokens, 0)[0]
 
     def take_slice(self, tokens: Tensor, past: Any) -> tuple[Tensor, int]:
-        """A slice of sequences; `past` is how many positions were before it."""
+        """A slice of sequences; `past` is the number of positions before it."""
         end = (past or 0) + tokens.shape[1]
         places = torch.arange(past or 0, end, device=tokens.device)
         return self.dropout(self.word(tokens) + self.position(places)), end
 
 
 class GPT2Block(modeling_gpt2.GPT2Block):
-    """The same block, which takes slices of sequences, too."""
+    """The same block, which also takes slices of sequences."""
 
     def take_slice(self, x: Tensor, past: Any) -> tuple[Tensor, Any]:
         """`past` holds the keys and values of all positions before the slice."""
@@ -92,9 +92,9 @@ def gpt2(
     """GPT-2 layers for `pipelab.models.split`: 1 embedding, `blocks` blocks, 1 head.
 
     (samples, length) tokens -> (samples, length, vocabulary) logits. With `pretrained` ("gpt2", or
-    a folder) the published weights and sizes are loaded by transformers, and of the sizes none
-    counts. `tied`, as GPT-2 is: the embedding's weights are the head's too, so that two stages have
-    them; that needs a schedule with a flush, which adds up their gradients at every update.
+    a folder) transformers loads the published weights and sizes; the sizes given here are ignored.
+    `tied`, as in GPT-2: the head shares the embedding's weights, so two stages have them. That
+    needs a schedule with a flush, which adds up their gradients at every update.
     """
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     if pretrained:

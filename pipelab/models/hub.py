@@ -17,10 +17,10 @@ PATIENCE = 5.0  # seconds for the hub to answer
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Load `name` inside, without progress bars in a file; ValueError where it cannot be had.
+    """Load `name` inside, without progress bars in a file; ValueError if it cannot be loaded.
 
-    Where no hub answers, the libraries are set offline meanwhile and take what they have in their
-    cache: else they would ask again and again, for minutes.
+    If no hub answers, the libraries are set offline meanwhile and use their cache; else they would
+    retry for minutes.
     """
     offline = constants.HF_HUB_OFFLINE
     absent = offline or not (Path(name).is_dir() or _answers())
@@ -33,9 +33,8 @@ def loading(name: str) -> Iterator[None]:
     except OSError as error:
         reason = f"no hub answers at {constants.ENDPOINT}" if absent else str(error).split("\n")[0]
         raise ValueError(
-            f"cannot load {name!r}: it is no folder with a saved model or tokenizer, and nothing "
-            f"of that name was loaded before ({reason}); name such a folder, or what the hub has "
-            "where it can be reached"
+            f"cannot load {name!r}: it is not a folder with a saved model or tokenizer, and not in "
+            f"the cache ({reason}); name such a folder, or a model on the hub, if it can be reached"
         ) from None
     finally:
         constants.HF_HUB_OFFLINE = offline
@@ -44,7 +43,7 @@ def loading(name: str) -> Iterator[None]:
 
 
 def language_model(folder: str) -> nn.Module:
-    """A causal language model as transformers saves it; of a config alone with random weights."""
+    """A causal language model as transformers saves it; random if there is only a config."""
     with loading(folder):
         kinds = "model*.safetensors", "pytorch_model*.bin"
         if any(file for kind in kinds for file in Path(folder).glob(kind)):

@@ -1,8 +1,8 @@
-"""Any model of transformers in layers: what stands before its blocks, the blocks, what is after.
+"""Any model of transformers in layers: the part before its blocks, the blocks, the part after.
 
-Nothing here knows an architecture. The model computes a sample while it is looked at: what its
-blocks are called with, and what that comes from. What stands around the blocks is the model's own
-`forward`, in which they are stubs.
+Nothing here knows an architecture. The model computes a sample, which shows what its blocks are
+called with and where that comes from. Around the blocks runs the model's own `forward`, with stubs
+in their place.
 """
 
 import inspect
@@ -34,23 +34,23 @@ from pipelab.runtime.torch.checkpoint import Index, states_for
 
 
 def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> list[nn.Module]:
-    """The layers of a model whose blocks stand in an `nn.ModuleList`, as those of transformers do.
+    """The layers of a model whose blocks are in an `nn.ModuleList`, as in transformers.
 
     One layer before the blocks, each block, one between two lists of blocks (an encoder's and a
-    decoder's), and one after them; `pipelab.models.split` makes stages of them. Together they give
-    what `model(**inputs)` gives, to the last bit: its logits (a dictionary of all outputs whose
-    names end so, if there are several, as of two heads), or its first output if it has none.
-    The first layer takes the inputs by name, or the main one alone. Between layers go hidden
-    states, masks, positions, and what else later layers read, by name. The weights are the model's
-    own, and tied ones stay tied: see `load`.
+    decoder's), and one after them; `pipelab.models.split` makes stages of them. Together they
+    return what `model(**inputs)` returns, to the last bit: its logits (for several heads, a
+    dictionary of all outputs named *logits), or its first output if it has none. The first layer
+    takes the inputs by name, or the main one alone. Layers pass on hidden states, masks, positions,
+    and anything else that later layers read, by name. The weights are the model's own, and tied
+    ones stay tied: see `load`.
 
-    sample  inputs by name, (samples, ...), to look at the model with: all that batches will have.
-            Padding in it shows which masks there are. Without one, random tokens or images of its
-            config's sizes
+    sample  inputs by name, (samples, ...), to trace the model with: all that batches will have,
+            with padding if they have any, to show the masks. Default: random tokens or images of
+            its config's sizes
 
-    Bring the model to its device and precision before. ValueError for a model that this does not
-    fit, with the reason. It needs layers written by hand, each a module of one argument: see the
-    source of `pipelab.models.gpt2`.
+    Move the model to its device and precision first. ValueError, with the reason, for a model that
+    cannot be cut this way. Write its layers by hand, each a module of one argument: see the source
+    of `pipelab.models.gpt2`.
     """
     based: Any = getattr(model, "get_base_model", None)  # of peft: the model with its adapters
     model = based() if based else model
@@ -61,7 +61,7 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
         except Exception as error:
             raise ValueError(
                 f"a {type(model).__name__} fails on {'this' if sample else 'a random'} sample with "
-                f"{type(error).__name__}: {error}; give layers_of a sample that it computes"
+                f"{type(error).__name__}: {error}; give layers_of a sample that works"
             ) from error
         try:
             layers = _Look(model, given).equal_layers(expected)
@@ -77,11 +77,11 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
 
 
 def load(stages: Sequence[nn.Module], weights: Sequence[Mapping[str, Tensor]] | str | Path) -> None:
-    """Put trained weights (`Run.weights`, `Trainer.weights`) into the stages they are of.
+    """Load trained weights (`Run.weights`, `Trainer.weights`) into their stages.
 
-    And so into the model whose layers these are: `model.save_pretrained` then writes them, as one
-    file that `from_pretrained` loads. Instead of weights a checkpoint's folder, which may be of the
-    same layers in other stages, and of any launcher. ValueError where it is of another model.
+    This also loads them into the model that the layers belong to: `model.save_pretrained` then
+    writes them, as one file that `from_pretrained` loads. A checkpoint's folder works, too, from
+    any launcher and any cut into stages. ValueError if it is of another model.
     """
     if isinstance(weights, (str, Path)):
         folder = Path(weights)
@@ -114,7 +114,7 @@ def _differs(layers: Sequence[nn.Module], given: Any, expected: Any) -> str:
         return f"its parts fail with {type(error).__name__}: {error}"
     pairs = zip(*map(pytree.tree_leaves, (found, expected)), strict=True)
     same = all(torch.equal(*pair) for pair in pairs if isinstance(pair[1], Tensor))
-    return "" if same else "its parts give another result"
+    return "" if same else "its parts return a different result"
 
 
 # ---- looking at a model
@@ -165,7 +165,7 @@ class _Look:
             module.register_forward_hook(lambda m, _, result, path=path: after(path, m, result))
         watched(**given)
         # Lists of what is called one after another, in no other such list.
-        found, why = [], "it calls no two blocks of an nn.ModuleList one after another"
+        found, why = [], "it never calls two blocks of an nn.ModuleList in a row"
         for path, items in listed.items():
             spans = [self.spans.get(f"{path}.{i}", []) for i in range(len(items))]
             if len(spans) < 2 or any(path.startswith(f"{block}.") for block in blocks):
@@ -173,7 +173,7 @@ class _Look:
             if all(len(of_block) == 1 for of_block in spans) and sorted(spans) == spans:
                 found.append((spans[0][0][0], spans[-1][0][1], path, len(items)))
             else:
-                why = f"the blocks of {path} are not called once each, in their order"
+                why = f"the blocks of {path} are not called once each, in order"
         rows = [p for p, m in watched.named_modules() if isinstance(m, nn.Sequential)]
         if rows and not listed:
             why += f"; {rows[0] or 'it'} is an nn.Sequential, whose children are layers themselves"
@@ -214,8 +214,8 @@ class _Look:
             draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p
             if twice and draws and not in_block:
                 raise _Uncut(
-                    f"what comes after its blocks reads what comes before them, and {path} would "
-                    "draw anew there; set its dropout to 0"
+                    f"the part after its blocks recomputes {path} from before them, which would "
+                    "draw new random numbers; set its dropout to 0"
                 )
 
     def layers(self, whole: bool) -> list[nn.Module]:
@@ -277,7 +277,7 @@ class _Look:
                         f"{path}.{k} is called with {name}, a {kind} that may change", path
                     )
             if k and not flows:
-                raise _Uncut(f"{path}.{k} is given something else than {path}.{k - 1} gives", path)
+                raise _Uncut(f"{path}.{k} does not take what {path}.{k - 1} returns", path)
             made.append(Block(self.model.get_submodule(f"{path}.{k}"), call, reads))
         return made
 
@@ -363,7 +363,7 @@ def _sample(model: nn.Module) -> Values:
     shown = main == "input_ids" or hasattr(config, "image_size")
     if config is None or main not in ("input_ids", "pixel_values") or not shown:
         raise ValueError(
-            f"no inputs are known of a {type(model).__name__}: give layers_of a sample of them"
+            f"the inputs of a {type(model).__name__} are unknown: give layers_of a sample of them"
         )
     weight = next(model.parameters())
     draw = torch.Generator().manual_seed(0)

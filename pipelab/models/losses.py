@@ -12,9 +12,9 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def masked_loss(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The same over the positions that are not PADDING, and how many they are.
+    """The same over the positions that are not PADDING, and their number.
 
-    So a micro-batch counts by its tokens, and the mean is the whole batch's.
+    So each micro-batch is weighted by its tokens, and the mean is the whole batch's.
     """
     total = F.cross_entropy(
         logits.flatten(0, 1), tokens.flatten(), ignore_index=PADDING, reduction="sum"
@@ -24,8 +24,8 @@ def masked_loss(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def causal_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where `labels` are the inputs themselves, as transformers' collators give them.
+    """The same if `labels` are the inputs themselves, as from transformers' collators.
 
-    Each position is asked for the next one's label.
+    Each position predicts the next one's label.
     """
     return masked_loss(logits[:, :-1], labels[:, 1:])

@@ -40,5 +40,5 @@ def mlp(
 
 
 def parameters(stages: Sequence[nn.Module]) -> list[int]:
-    """How many parameters each stage has."""
+    """The number of parameters of each stage."""
     return [sum(p.numel() for p in stage.parameters()) for stage in stages]

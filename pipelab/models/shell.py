@@ -1,7 +1,7 @@
 """The modules that layers of a transformers model are made of: see `pipelab.models.layers`.
 
-A block is called as the model would call it. What stands around blocks is the model's own
-`forward`, in which they are stubs, and what other parts compute is hollow.
+A block is called as the model would call it. Around the blocks runs the model's own `forward`, with
+stubs for the blocks and hollow modules for other parts.
 """
 
 import copy
@@ -103,8 +103,8 @@ class Around(nn.Module):
             tape.calls = []
         if len(calls) != self.blocks or not tape.used:
             raise ValueError(
-                "the model leaves out some of its blocks for this batch, and a pipeline runs all: "
-                "set the probability of that (layerdrop) to 0"
+                "the model skips some of its blocks for this batch, but a pipeline runs all: set "
+                "that probability (layerdrop) to 0"
             )
         if not self.blocks:
             return result
@@ -118,7 +118,7 @@ class Around(nn.Module):
             first, *others = (calls[block][leaf] for block, leaf in places)
             if any(other is not first for other in others):
                 raise ValueError(
-                    f"the blocks get different values of {name!r} for this batch, and got the same "
+                    f"the blocks get different values of {name!r} for this batch, but got the same "
                     "one in the sample: give layers_of a sample with padding"
                 )
             if isinstance(first, Tensor):
@@ -149,9 +149,9 @@ class Reached(BaseException):
 
 
 class Hollow(nn.Module):
-    """In place of a module whose weights are another layer's: gives the shapes that it gives.
+    """In place of a module whose weights are another layer's: returns its shapes.
 
-    The numbers are placeholders: nan, so that one that is read after all shows; zeros of integers.
+    The numbers are placeholders: nan, which shows if it is read after all; zeros for integers.
 
     called  whether the sample called it
     """
@@ -177,8 +177,7 @@ class Hollow(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.called:
             raise ValueError(
-                f"the model needs its {self.path} for this batch, and did not need it for the "
-                f"sample: {SHOW}"
+                f"the model needs its {self.path} for this batch, but not for the sample: {SHOW}"
             )
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         like = self.tape.like
@@ -192,7 +191,7 @@ class Hollow(nn.Module):
 
 
 class Stub(Hollow):
-    """In place of a block: says what it was called with, or gives what the real one has given."""
+    """In place of a block: records its arguments, or returns what the real one has returned."""
 
     def __init__(self, block: nn.Module, tape: Tape, call: Call, of_list: int, last: bool) -> None:
         super().__init__(block, tape, "", called=True)
@@ -223,12 +222,12 @@ class Stub(Hollow):
         """ValueError if a number or text differs from the sample's, which the block keeps."""
         if names != self.names or len(leaves) != len(self.before):
             raise ValueError(
-                f"the model gives a block other arguments than with the sample: {SHOW}"
+                f"the model calls a block with other arguments than for the sample: {SHOW}"
             )
         for leaf, (name, before) in zip(leaves, self.before, strict=True):
             if before is not None and (type(leaf) is not type(before) or leaf != before):
                 raise ValueError(
-                    f"the model gives a block {name}={leaf!r}, and gave it {before!r} with the "
+                    f"the model calls a block with {name}={leaf!r}, but with {before!r} for the "
                     "sample of layers_of: only tensors may change from batch to batch"
                 )
 
@@ -252,15 +251,15 @@ class Needed(Exception):
 
     def __init__(self, part: int, path: str) -> None:
         super().__init__(
-            f"part {part} of the model needs the weights of {path}, and did not for the sample"
+            f"part {part} of the model needs the weights of {path}, but not for the sample"
         )
         self.module = part, path
 
 
 def cloned(module: nn.Module, on_meta: bool = False, configs: Any = None) -> nn.Module:
-    """The same modules in a tree of their own, with the same tensors, or such without memory.
+    """A copy of the module tree, with the same tensors, or tensors without memory.
 
-    A configuration becomes one that asks for results with names, and for no cache.
+    Its configuration asks for named results, without a cache.
     """
     clone, own = object.__new__(type(module)), vars(module).items()
     clone.__dict__ = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in own}
@@ -294,7 +293,7 @@ def _asking(config: Any) -> Any:
 
 
 def result_of(given: Any) -> Any:
-    """The logits of what a model gives (by name, where there are several), else its first part."""
+    """The logits of a model's output (by name, if there are several), else its first part."""
     if not isinstance(given, Mapping):
         return given[0] if isinstance(given, tuple) else given
     logits = {name: x for name, x in given.items() if name.endswith("logits")}

@@ -1,7 +1,7 @@
-"""Skip connections across stages: what one layer stashes, a later one pops, wherever the cuts are.
+"""Skip connections across stages: one layer stashes, a later one pops, wherever the cuts are.
 
-Between the layers travels (x, {name: tensor}), so that what is stashed passes through the stages in
-between with its gradient on the way back. Over processes it is sent from stage to stage.
+Layers pass on (x, {name: tensor}), so stashed tensors travel through the stages in between, and
+their gradients back. Between processes they are sent from stage to stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """join(its input, what was stashed under the name); nothing is left of that afterwards."""
+    """join(its input, the tensor stashed under the name), which is then dropped."""
 
     def __init__(self, name: str, join: Callable[[Tensor, Tensor], Tensor] = Tensor.add) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Carry(nn.Module):
 
 
 def with_skips(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Layers with `Stash` and `Pop` among them, for `split`: as many, to be cut anywhere.
+    """Layers with `Stash` and `Pop` among them, for `split`: the same number, to be cut anywhere.
 
     Raises ValueError for a name that is not stashed before it is popped, or never popped, or
     stashed twice.

@@ -1,4 +1,4 @@
-"""Stages that take a sequence slice by slice: a slice's keys and values stay for those after it."""
+"""Stages that take a sequence slice by slice: its keys and values stay for later slices."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from torch import nn
 
 
 class Sliced(nn.Sequential):
-    """Layers one after another, of which some look back at earlier positions of a sequence.
+    """Layers in sequence, some of which look back at earlier positions of a sequence.
 
-    Such a layer has a method `take_slice(x, past) -> (y, past)`: `past` is what it has left at the
-    slice before, () at the first one, and what it leaves now. Other layers are just called. Without
-    a past it is called with whole sequences, as any nn.Sequential.
+    Such a layer has a method `take_slice(x, past) -> (y, past)`: it gets the `past` that it
+    returned for the slice before, () for the first one. Other layers are just called. Without a
+    past, it takes whole sequences, as any nn.Sequential.
     """
 
     def forward(self, x: Any, past: Any = None) -> Any:

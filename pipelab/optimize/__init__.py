@@ -1,1 +1,1 @@
-"""Decisions: layers cut into stages, actions put in order, all of it for one machine."""
+"""Decisions for a machine: how to cut layers into stages, and how to order actions."""

@@ -3,12 +3,11 @@
 Whatever the order of the actions, three things hold: a device does one thing at a time; a
 micro-batch passes the stages one after the other and comes back; a device has only so much memory.
 
-All micro-batches are alike, so that they may be numbered by their order on every stage. In formulas
-p is the number of devices, m of micro-batches, and k of those that have room on a device; f, b, w
-and u are a stage's seconds of a forward, of the part of a backward that the stage before waits for,
-of the rest of the backward, and of an update (`_Stage`); reach, trip and drain are seconds on the
-way to it, there and back, and after it. T in a formula is of equal stages, from Zero Bubble (Qi et
-al. 2023, arXiv 2401.10241).
+All micro-batches are alike, so every stage may number them by its own order. In formulas, p devices
+run m micro-batches, of which k fit on a device; f, b, w and u are a stage's seconds of a forward,
+of the part of a backward that the stage before waits for, of the rest of the backward, and of an
+update (`_Stage`); reach, trip and drain are seconds on the way to it, there and back, and after it.
+T in a formula is of equal stages, from Zero Bubble (Qi et al. 2023, arXiv 2401.10241).
 """
 
 import math
@@ -65,25 +64,25 @@ def bound(
     placement: Sequence[int] | None = None,
     split: bool = True,
 ) -> Bound:
-    """Seconds that one batch takes at least, in whatever order: from the first start to the last
-    end, as a timeline's makespan.
+    """Seconds that one batch takes at least in any order, from the first start to the last end, as
+    a timeline's makespan.
 
     costs      of the stages
     memory     micro-batches whose activations (of all of a device's stages) fit on a device; None
-               or inf: no limit. It counts for nothing where forwards run again
+               or inf: no limit. Ignored if forwards run again
     placement  stage -> device; None: one stage a device
-    split      whether backwards may be split into I and W. What holds for split ones holds for
-               whole ones, too
+    split      whether backwards may be split into I and W. Bounds for split ones hold for whole
+               ones, too
 
     busiest device   waits for its first input, does all its work, and drains
-    round trip       the last forward's micro-batch still has to come back; no backward is there
-                     before the first one is back
-    memory turnover  a micro-batch keeps its room until it is back: no other can have it meanwhile
-    memory limit     a device whose room is full waits until one is back
+    round trip the last forward's micro-batch still has to come back; no backward comes before the
+                     first one is back
+    memory turnover a micro-batch holds its memory until it is back: no other can use it meanwhile
+    memory limit a device with full memory waits until one is back
 
-    The last two are there only with a limit. ScheduleError for a memory below 1, with which no
-    micro-batch comes back, or for a placement that leaves a device out; CostError if the costs do
-    not fit the stages.
+    The last two need a limit. ScheduleError for a memory below 1, which lets no micro-batch
+    through, or for a placement that leaves a device out; CostError if the costs do not fit the
+    stages.
 
     >>> bound(Costs(), devices=4, microbatches=8, split=False)
     <Bound 33 by the busiest device: busiest device 33, round trip 26>
@@ -95,8 +94,8 @@ def bound(
     home = loop_placement(devices)
     if 2 * devices * microbatches > LARGEST:
         raise ScheduleError(
-            f"devices={devices} microbatches={microbatches}: more than {LARGEST:,} actions; make a "
-            "size smaller"
+            f"devices={devices} microbatches={microbatches}: more than {LARGEST:,} actions; use "
+            "smaller sizes"
         )
     if placement is not None:
         home = check_placement(placement, devices, each=True)
@@ -118,12 +117,12 @@ def bound(
 
 
 def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> float | None:
-    """How much longer a batch takes than the bound: of the same stages on the same devices, under
-    the memory of the device that needs most in this schedule, with backwards that may be split.
-    None where no bound holds: for actions that overlap, slices, copies of the model or to the host.
+    """How much longer a batch takes than the bound for the same stages and devices, within the
+    memory of this schedule's fullest device, with backwards that may be split. None if no bound is
+    known: for overlapping actions, slices, copies of the model, or offloading.
 
-    Without a flush batches overlap: all of them count as one large batch. `timeline` is the
-    schedule's simulation, where there is one already.
+    Without a flush, batches overlap, and count as one large batch. `timeline` is the schedule's
+    simulation, if there is one already.
 
     >>> from pipelab.schedules import pipedream_flush
     >>> round(gap(pipedream_flush(4, 8), Costs()), 3)

@@ -1,9 +1,9 @@
 """What slow devices, jitter and failures cost a schedule, by simulation.
 
-Every replica has a pipeline of its own, and the slowest ends the step. Actions take 1 + jitter x
-N(0, 1) times as long (at least a tenth), those of one device of one pipeline `slow` times. A
-failure, after an exponential time, loses what came after the last checkpoint; checkpoints are
-written every sqrt(2 x between x write) seconds (Young, 1974, doi 10.1145/361147.361115).
+Every replica has its own pipeline, and the slowest ends the step. Actions take 1 + jitter x N(0, 1)
+times as long (at least a tenth), and `slow` times on one device of one pipeline. A failure, after
+an exponential time, loses the work since the last checkpoint; checkpoints are written every sqrt(2
+x between x write) seconds (Young, 1974, doi 10.1145/361147.361115).
 """
 
 import math
@@ -21,10 +21,10 @@ CHECKPOINTS = 2000  # that are simulated
 
 @dataclass(frozen=True)
 class Faults:
-    """How unlike a simulation a machine is: what that costs is added.
+    """How a machine differs from a simulation, whose time these add to.
 
     Args:
-        slow: times that one device of all takes as long as the others
+        slow: how many times as long one of the devices takes
         jitter: spread of every action's time, as a share of it
         between: seconds between two failures of the machine
         write: seconds that a checkpoint takes
@@ -58,9 +58,10 @@ def cost_of_faults(
     repeats: int = 5,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """By cause: the share that it adds to the time of the table, in each of `repeats` simulations.
+    """The share that each cause adds to the table's time, in each of `repeats` simulations.
 
-    "a/a" is the jitter's again, drawn anew: what is closer than these two cannot be told apart.
+    "a/a" repeats the jitter with new random numbers: smaller differences than between these two are
+    noise.
 
     >>> from pipelab.schedules import gpipe
     >>> found = cost_of_faults(gpipe(4, 8), Costs(), Faults(slow=2), repeats=2)

@@ -1,7 +1,7 @@
-"""Other people's pipelines on the same stages and batches, to compare with: one file each.
+"""Other people's pipelines on the same stages and batches, for comparison: one file each.
 
-`export` is the way out to them. A loss is the mean over the samples. What forwards draw (dropout),
-each library draws its own way.
+`export` writes schedules for them. A loss is the mean over the samples. Each library draws random
+numbers (dropout) its own way.
 """
 
 from dataclasses import dataclass, field
@@ -31,6 +31,6 @@ class PeerRun:
 
 
 def need(library: str) -> None:
-    """ImportError that says what to install, where a peer's library is missing."""
+    """ImportError that says what to install if a peer's library is missing."""
     if find_spec(library) is None:
         raise ImportError(f"{library} is not installed: pip install 'pipelab[peers]'", name=library)

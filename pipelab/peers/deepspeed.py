@@ -3,10 +3,10 @@
 It has one schedule, 1F1B with a flush (`TrainSchedule`). Its messages block: a stage sends what its
 last action made right before the next one, or after receiving for it.
 
-On the CPU it compiles an extension with the machine's C++ compiler when it is first started, for
-all-reduces by shared memory: that takes a minute, and without a compiler it fails. Training a
-pipeline does not use the extension, so it is switched off here: see `skip_compiling`. A script of
-your own, under its launcher too (`deepspeed --num_gpus 4 script.py`), may do the same.
+On the CPU, its first start compiles an extension for all-reduces by shared memory. That takes a
+minute, and fails without a C++ compiler. Pipelines do not use the extension, so `skip_compiling`
+switches it off here. Your own script may do the same, also under its launcher (`deepspeed
+--num_gpus 4 script.py`).
 """
 
 import contextlib
@@ -27,9 +27,9 @@ KINDS = {"ForwardPass": Kind.F, "BackwardPass": Kind.B, "OptimizerStep": Kind.U}
 
 
 def schedule_of(stages: int, micro_batches: int, kinds: Mapping[str, Kind] = KINDS) -> Schedule:
-    """DeepSpeed's TrainSchedule as a table, of these of its instructions.
+    """DeepSpeed's TrainSchedule as a table of the chosen instructions.
 
-    Its instructions name buffers, not micro-batches: the k-th of a kind is of micro-batch k.
+    Its instructions name buffers, not micro-batches: the k-th of a kind is for micro-batch k.
     """
     rows = []
     for s in range(stages):
@@ -45,9 +45,9 @@ def schedule_of(stages: int, micro_batches: int, kinds: Mapping[str, Kind] = KIN
 
 
 def buffers(stages: int, micro_batches: int) -> list[int]:
-    """How many activations DeepSpeed makes room for on each stage: max(2, min(p - s, m)).
+    """The activation buffers that DeepSpeed allocates on each stage: max(2, min(p - s, m)).
 
-    One more than 1F1B has in flight on the last stage: see `Schedule.peak_in_flight`.
+    On the last stage, one more than 1F1B has in flight: see `Schedule.peak_in_flight`.
     """
     return [_train_schedule(stages, micro_batches, s).num_pipe_buffers() for s in range(stages)]
 
@@ -55,7 +55,7 @@ def buffers(stages: int, micro_batches: int) -> list[int]:
 def skip_compiling() -> None:
     """Keep DeepSpeed from compiling its shared-memory operation for the CPU, in this process.
 
-    To be called before `deepspeed.init_distributed` and `deepspeed.initialize`.
+    Call it before `deepspeed.init_distributed` and `deepspeed.initialize`.
     """
     need("deepspeed")
     with unlogged():
@@ -72,7 +72,7 @@ def _train_schedule(stages: int, micro_batches: int, stage: int) -> Any:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """DeepSpeed logs what it finds when it is imported and set up."""
+    """A context without DeepSpeed's log lines about its import and setup."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -82,9 +82,9 @@ def unlogged() -> Iterator[None]:
 
 
 def annotate(engine: Any) -> None:
-    """Name what a pipeline engine computes to torch.profiler, as torch's runtime does: PP:0F0.
+    """Name a pipeline engine's actions for torch.profiler, as torch's runtime does: PP:0F0.
 
-    For a run of your own, before its first `train_batch`: profile it on every rank, and
+    For a run of your own: call it before the first `train_batch` and profile every rank.
     `pipelab.measure.trace.from_trace` reads the files.
     """
     methods = dict(engine._INSTRUCTION_MAP)  # of all engines

@@ -1,4 +1,4 @@
-"""The way out: a schedule as a folder that another engine trains from.
+"""Export: a schedule as a folder from which another engine trains.
 
 schedule.csv  the table, as torch loads it ("compute_only")
 plan.json     sizes, placement, layers a stage, simulated makespans, the table's hash
@@ -6,9 +6,9 @@ check.py      one step by the table in torch's runtime, on CPU toys, against one
 train.py      for torch: trains by the table under torchrun
 options.txt   for torchtitan 0.3 (on torch 2.14 or newer): its command-line options
 
-torch's runtime trains some tables wrong without a word, and torchtitan knows three placements: what
-they cannot train is refused. torchtitan's chunked loss loses a gradient of the final norm where the
-last stage's backward is split, so that its I and W are written as B.
+torch's runtime trains some tables wrong without an error, and torchtitan knows only three
+placements: `export` rejects what they cannot train. torchtitan's chunked loss loses a gradient of
+the final norm if the last stage splits its backward, so its I and W are written as B.
 """
 
 import hashlib
@@ -46,12 +46,12 @@ def export(
 ) -> dict[str, Any]:
     """Write a new folder from which `engine` trains by the schedule; returns what plan.json says.
 
-    layers   of each stage, or one number to share out evenly (torch: default one a stage)
+    layers   of each stage, or one number to divide evenly (torch: default one per stage)
     samples  of a micro-batch
     costs    of the stages, to simulate by (default: unit costs)
 
-    Raises ScheduleError for a table that the engine does not train, or not right, and ValueError
-    for layers that do not fit it and for a folder that is there; then nothing is written.
+    Raises ScheduleError for a table that the engine cannot train correctly, ValueError for layers
+    that do not fit it or for a folder that exists; then nothing is written.
     """
     if engine not in SCRIPTS:
         raise ValueError(f"engine={engine!r}: use one of {', '.join(SCRIPTS)}")
@@ -63,7 +63,7 @@ def export(
     (samples,) = check_counts(samples=samples)
     target = Path(folder).absolute()
     if os.path.lexists(target):
-        raise ValueError(f"{folder} is there already: name a new folder")
+        raise ValueError(f"{folder} already exists: name a new folder")
     plan = {
         "engine": engine,
         "schedule": table.name,
@@ -98,23 +98,23 @@ def _check(schedule: Schedule) -> None:
     order = [k for stage, kind, k in schedule.actions if stage == last and kind is Kind.F]
     if order != sorted(order):
         raise ScheduleError(
-            f"{schedule.name}: the last stage's forwards run in the order {order}: torch takes "
-            "their losses as if they were in order, and stops or trains wrong; put them in order"
+            f"{schedule.name}: the last stage's forwards run in the order {order}: torch assumes "
+            "that they are in order, and would stop or train wrong; put them in order"
         )
 
 
 def _shared_out(layers: Sequence[int], table: Schedule, titan: bool) -> list[int]:
     """Layers of each stage."""
     if not layers:
-        raise ValueError("torchtitan's cut names the model's layers: give `layers`, how many")
+        raise ValueError("torchtitan cuts the model by layers: give `layers`, their number")
     if sum(layers) > MOST_LAYERS:
         raise ValueError(f"layers: {sum(layers):,} in all; give at most {MOST_LAYERS:,}")
     if len(layers) == 1:
         return uniform(layers[0], table.stages)
     if len(layers) != table.stages:
         raise ValueError(
-            f"layers of {len(layers)} stages for {table.stages}: give one number for each, or one "
-            "for all"
+            f"layers of {len(layers)} stages for {table.stages}: give one number per stage, or one "
+            "in all"
         )
     # torchtitan's first stage has the embedding besides, and its last one the head.
     ends = {0, table.stages - 1} if titan and table.stages > 1 else set()
@@ -151,11 +151,13 @@ def _titan_options(table: Schedule, layers: list[int], samples: int, folder: Pat
     names = [name for name, placement in placements.items() if placement == table.placement]
     if p == 1 or not names:
         raise ScheduleError(
-            f"{table.name} has its stages on devices {table.placement}: torchtitan knows a stage a "
-            "device, loops and the V, on two devices and more; export it for torch"
+            f"{table.name} has its stages on devices {table.placement}: torchtitan only knows one "
+            "stage per device, loops and the V, on at least two devices; export it for torch"
         )
     if len(str(folder).split()) > 1:
-        raise ValueError(f"{folder}: torchtitan's options are words: name a folder without spaces")
+        raise ValueError(
+            f"{folder}: torchtitan's options cannot contain spaces: name a folder without them"
+        )
     # Its words for a Llama's modules, stage by stage.
     bounds = pairwise([0, *accumulate(layers)])
     parts = [[f"layers.{i}" for i in range(*bound)] for bound in bounds]

@@ -1,4 +1,4 @@
-"""A peer's run as it is noted: its optimizers, its batches' ends, a trace of torch.profiler."""
+"""Recording a peer's run: its optimizers, the ends of batches, torch.profiler's trace."""
 
 import os
 import tempfile
@@ -67,7 +67,7 @@ def trace_files(count: int, wanted: bool) -> Iterator[list[Path]]:
 def recorded(file: Path | None) -> Iterator[None]:
     """Record the process with torch's profiler, all its threads; its trace is in `file` then.
 
-    By the class under `torch.profiler.profile`, which starts in a millisecond and not in seconds.
+    It uses the class under `torch.profiler.profile`, which starts in a millisecond, not in seconds.
     """
     if file is None:
         yield
@@ -82,7 +82,7 @@ def recorded(file: Path | None) -> Iterator[None]:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Its state dict on the CPU; a module's extra state is as it is."""
+    """Its state dict on the CPU; a module's extra state stays as it is."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), dict(module.state_dict()))
 
 

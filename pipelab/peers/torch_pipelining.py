@@ -16,11 +16,11 @@ KINDS = {
 
 
 def annotate(*stages: Any) -> None:
-    """Name the actions of a rank's stages to torch.profiler, as torch's runtime does: PP:0F0.
+    """Name the actions of a rank's stages for torch.profiler, as torch's runtime does: PP:0F0.
 
-    For a run of your own, so that `from_trace` reads its profile: Schedule1F1B names none
-    of them, ScheduleGPipe says neither the stage nor how long it waits. In a schedule that names
-    its actions itself the names are the same, and `from_trace` takes these, without the waits.
+    For a run of your own, so that `from_trace` can read its profile: Schedule1F1B names no actions,
+    and ScheduleGPipe names neither stages nor waits. If a schedule already names its actions, the
+    names are the same; `from_trace` takes these, which exclude the waits.
     """
 
     def named(s: int, kind: Kind, method: Callable) -> Callable:

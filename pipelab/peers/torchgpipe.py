@@ -1,8 +1,8 @@
 """torchgpipe 0.0.7 (Kim et al. 2020, arXiv 2004.09910) behind a call like `pipelab.run`.
 
-What it asks for: an nn.Sequential whose layers take and return tensors or tuples, one process,
-GPipe only, `chunks` micro-batches. It was last released in 2020 and still runs. It has one thread
-for each *different* device: on a CPU one thread does all, so that nothing is gained there. The
+It needs an nn.Sequential whose layers take and return tensors or tuples, and runs in one process,
+GPipe only, with `chunks` micro-batches. It was last released in 2020 and still runs. It has one
+thread for each *different* device: on a CPU, one thread does everything, so there is no gain. The
 order is real.
 
 Its backwards run last in, first out:
@@ -11,16 +11,16 @@ Its backwards run last in, first out:
     .   1F0 1F1 1F2 .   .   1B2 1B1 1B0 1U0 .
     .   .   2F0 2F1 2F2 2B2 2B1 2B0 2U0 .   .
 
-which is why `checkpoint` has a mode of its own for the last micro-batch:
+so `checkpoint` has a special mode for the last micro-batch:
 
 never        every micro-batch keeps what its backward needs; each forward runs once
 always       every micro-batch keeps its input; every forward runs again before its backward
 except_last  (their default) all but the last one's forwards run again
 
-The last micro-batch's backward comes right after its forward. To drop what the forward made and to
-make it again at once would cost a forward and save nothing: the peak is that of `always`, since any
-backward needs one micro-batch's activations. (With backwards first in, first out the last one would
-wait, and keep them all that time.)
+The last micro-batch's backward comes right after its forward. Recomputing there would cost a
+forward and save nothing: the peak is that of `always`, since any backward needs one micro-batch's
+activations. (With backwards first in, first out, the last one would wait and hold them all that
+time.)
 """
 
 import time
@@ -81,11 +81,11 @@ def run_torchgpipe(
 ) -> PeerRun:
     """Train copies of `stages` with torchgpipe; `checkpoint`: never, except_last or always.
 
-    trace  whether torch.profiler notes spans; on CPUs alone
+    trace  whether torch.profiler records spans; on CPUs only
 
-    The loss is of whole batches, between the forwards and the backwards, and in no span; nor is a
-    forward that runs again. Where neither a stage nor one before it has a weight to train, its B
-    takes no time.
+    The loss is of whole batches, between the forwards and the backwards. Spans exclude it and
+    recomputed forwards. If neither a stage nor any before it has a weight to train, its B takes no
+    time.
     """
     need("torchgpipe")
     from torchgpipe import GPipe
@@ -156,8 +156,8 @@ def _check_norms(stages: Sequence[nn.Module]) -> None:
 class _Marks:
     """Names forwards and backwards to torch.profiler as torch's runtime does: PP:0F0.
 
-    A backward begins when its output's gradient is there, and lasts until the next one begins or a
-    forward runs again; on a CPU one thread runs them all. Without a gradient it takes no time.
+    A backward lasts from the arrival of its output's gradient until the next one begins or a
+    forward runs again; on a CPU, one thread runs them all. Without a gradient it takes no time.
     """
 
     def __init__(self) -> None:
@@ -210,10 +210,10 @@ class _Marks:
 
 
 def _ending(j: int, forward: Callable) -> Callable:
-    """A partition's forward, whose SystemExit and the like end the run.
+    """A partition's forward; SystemExit and the like end the run.
 
-    A thread of torchgpipe's passes on no error but an Exception: the others would wait for ever.
-    ValueError for an output that it cannot pass on.
+    A torchgpipe thread passes on only an Exception; for other errors, the others would wait
+    forever. ValueError for an output that it cannot pass on.
     """
 
     def ended(*inputs: Any) -> Any:
@@ -226,8 +226,8 @@ def _ending(j: int, forward: Callable) -> Callable:
         leaves = output if isinstance(output, tuple) else [output]
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise ValueError(
-                f"the output of stage {j} is a {type(output).__name__}: torchgpipe passes a "
-                "tensor, or a tuple of tensors"
+                f"the output of stage {j} is a {type(output).__name__}: torchgpipe passes on only "
+                "a tensor or a tuple of tensors"
             )
         return output
 

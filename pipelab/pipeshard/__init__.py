@@ -20,8 +20,8 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
     agreement     that call against the same step on one device
     parallelize   what the user calls
 
-Above all this, `pipelab.pipeshard.auto` finds layers, stages and meshes that one could have written
-by hand; and `pipelab.pipeshard.model` cuts a model of flax into stages for `pipelab.run`.
+On top, `pipelab.pipeshard.auto` finds layers, stages and meshes that you could write by hand; and
+`pipelab.pipeshard.model` cuts a flax model into stages for `pipelab.run`.
 """
 
 from pipelab.pipeshard.arrays import PipeshardError

@@ -1,12 +1,12 @@
 """A pipeline's step against the same step on one device, measured in its own rounding.
 
-As `runtime.verdict.judge` has it: the truth is the step in float64, on the undivided batch; how far
-rounding may lead is how far the same is off in the step's precision. Nothing that the pipeline made
-of the loss is used for the truth: neither its micro-batches nor how their results are combined.
-Adding these up rounds as well: that is measured, too, and counted up to what m sums may be off.
+As in `runtime.verdict.judge`, the truth is the step in float64, on the undivided batch; the error
+of the same in the step's precision says how far rounding may lead. The truth uses nothing that the
+pipeline made of the loss: neither its micro-batches nor how their results are combined. Adding
+these up rounds as well: that is measured, too, up to what m sums may be off.
 
-Where micro-batches draw random numbers of their own, the undivided batch is given these: whatever
-draws a mask for all samples gets the micro-batches' masks, one after another, in its place.
+If micro-batches draw their own random numbers, the undivided batch gets these: a mask drawn for all
+samples is replaced by the micro-batches' masks, one after another.
 """
 
 from collections.abc import Callable, Collection

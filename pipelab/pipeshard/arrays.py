@@ -19,14 +19,14 @@ NO_MESH = Mesh(np.empty((), object), ())
 
 
 class PipeshardError(ValueError):
-    """A train step or a plan that cannot be made a pipeline.
+    """A train step or a plan that cannot become a pipeline.
 
     The message says what, where and what to do.
     """
 
 
 def settings() -> tuple[Any, ...]:
-    """All settings of jax, and contexts, that a traced function depends on: jax's own key of it."""
+    """jax's own key of all settings and contexts that a traced function depends on."""
     from jax._src.config import trace_context  # no public way to it
 
     return trace_context()
@@ -41,7 +41,7 @@ def dtype_of(atom: Atom) -> Any:
 
 
 def is_weak(atom: Atom) -> bool:
-    """Whether it is of a Python number's type, which gives way to that of an array."""
+    """Whether its type is a Python number's, which yields to an array's."""
     return getattr(atom.aval, "weak_type", False)
 
 
@@ -55,7 +55,7 @@ def bytes_of(atom: Atom) -> int:
 
 
 def is_inexact(atom: Atom) -> bool:
-    """Whether it has floating or complex numbers: there are gradients by these alone."""
+    """Whether it has floating or complex numbers: only these have gradients."""
     return jnp.issubdtype(dtype_of(atom), jnp.inexact)
 
 
@@ -74,7 +74,7 @@ def is_array(value: Any) -> bool:
 
 
 def moved(x: Any, home: NamedSharding) -> Any:
-    """The array at home: itself, if it is there already."""
+    """The array at home: itself, if it is already there."""
     old = getattr(x, "sharding", None)
     if old == home:
         return x
@@ -94,9 +94,9 @@ def axes_in(spec: PartitionSpec) -> list[str]:
 def on_mesh(of: Any, mesh: Mesh | AbstractMesh, without: str = "") -> Any:
     """Equations, in a list or a function, with the user's sharding constraints on this mesh.
 
-    without  the axis along which a function is run by each device for itself: it divides nothing
+    without  the axis along which each device runs a function alone: it divides nothing
 
-    Raises PipeshardError where one names other axes than the mesh has.
+    Raises PipeshardError if one names axes that the mesh does not have.
     """
     inside = partial(on_mesh, mesh=mesh, without=without)
     if isinstance(of, ClosedJaxpr):
@@ -116,6 +116,6 @@ def on_mesh(of: Any, mesh: Mesh | AbstractMesh, without: str = "") -> Any:
     except (AttributeError, ValueError):
         raise PipeshardError(
             f"with_sharding_constraint ({place_of(of)}) asks for {sharding}: give a PartitionSpec "
-            f"over the axes that a stage's mesh has, {mesh.axis_names}"
+            f"over the axes of a stage's mesh, {mesh.axis_names}"
         ) from None
     return of.replace(params=of.params | {"sharding": here, "context_mesh": NO_MESH})

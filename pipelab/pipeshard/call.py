@@ -49,8 +49,8 @@ def run_call(program: Program, arguments: Arguments) -> Call:
     for v, x in donated.items():
         if uses[id(x)] > 1:
             raise PipeshardError(
-                f"{program.paths[v]} is donated, but the step reads the same array elsewhere, "
-                "too: pass a copy (jax.numpy.copy)"
+                f"{program.paths[v]} is donated, but the step also reads the same array elsewhere: "
+                "pass a copy (jax.numpy.copy)"
             )
 
     # [1] Every stage on its mesh.
@@ -92,8 +92,8 @@ def _in_one_thread(
 ) -> list[Outcome]:
     """The outcomes of orders to all rows, whose workers this thread lets take turns.
 
-    It only tells jax what to compute, which goes on meanwhile: threads for the rows, which wait for
-    each other, take several times as long to do that.
+    It only tells jax what to compute, which runs meanwhile: threads for the rows, which wait for
+    each other, would take several times as long.
 
     sequence  rows and their actions, each behind those that it needs the results of
     """
@@ -166,7 +166,7 @@ def _on_meshes(program: Program, values: Values) -> dict[int, Values]:
                     raise PipeshardError(
                         f"{program.paths[source]} is on another process's devices: pass it as a "
                         "host array (`fetch` makes one), or return the state in the order in "
-                        "which the step takes it, so that it stays where it is read"
+                        "which the step takes it, so it stays in place"
                     )
                 mine[source] = moved(array, program.place(row, source))
             mine[v] = mine[source]

@@ -125,7 +125,7 @@ def mark(loss: Graph, find: Layers, parameters: Variables, batch: Variables) -> 
 def count_layers(loss: Graph) -> int:
     """Marked boundaries + 1.
 
-    Raises PipeshardError where no boundary is marked, or one inside another equation.
+    Raises PipeshardError if no boundary is marked, or one is inside another equation.
     """
     count = 1
     for eqn in loss.equations:
@@ -143,8 +143,8 @@ def count_layers(loss: Graph) -> int:
         remedy = "call mark_pipeline_boundary() between layers"
         if scans:
             remedy += (
-                f"; a scan over layers ({place_of(scans[0])}) is one equation, which is not cut: "
-                "make it two or more, one after another, and mark between them"
+                f"; a scan over layers ({place_of(scans[0])}) is one equation, which cannot be "
+                "cut: make it two or more, one after another, and mark between them"
             )
         raise PipeshardError(f"the loss has no pipeline boundary: {remedy}")
     return count
@@ -157,7 +157,8 @@ def cut(
     stages: Sequence[Sequence[int]],
     trains: bool = True,
 ) -> list[StageGraph]:
-    """Cut the loss into stages of these layers; of the batch is the number of the micro-batch, too.
+    """Cut the loss into stages of these layers; the micro-batch's number counts as part of the
+    batch.
 
     It has a gradient if it `trains`. Raises PipeshardError for a stage that has nothing to do.
     """
@@ -219,8 +220,8 @@ def _results(loss: Graph, maker: dict[Var, int], last: int, trains: bool) -> lis
         results[home][i] = atom
     if trains and 0 not in results[last]:
         raise PipeshardError(
-            f"the loss is complete before stage {last}, whose layers it does not need: "
-            "move the boundaries"
+            f"the loss is complete before stage {last} and does not need its layers: move the "
+            "boundaries"
         )
     return results
 

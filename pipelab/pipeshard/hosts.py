@@ -76,15 +76,15 @@ class Hosts(Distributed):
 def processes_of(meshes: Sequence[Mesh]) -> list[int]:
     """The process that each mesh's devices belong to.
 
-    Raises PipeshardError unless it is one, and every process has a mesh where there are several.
+    Raises PipeshardError for a mesh of several processes, or a process without a mesh.
     """
     found = []
     for row, mesh in enumerate(meshes):
         processes = sorted({device.process_index for device in mesh.devices.flat})
         if len(processes) > 1:
             raise PipeshardError(
-                f"mesh {row} has devices of processes {processes}: make every mesh of devices of "
-                "one process (ManualStages)"
+                f"mesh {row} has devices of processes {processes}: give every mesh devices of one "
+                "process (ManualStages)"
             )
         found += processes
     me = jax.process_index()

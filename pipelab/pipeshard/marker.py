@@ -26,8 +26,8 @@ ad.primitive_jvps[boundary_p] = lambda primals, tangents: ([], [])
 def mark_pipeline_boundary() -> None:
     """One layer ends here and the next begins: call it between two layers of a forward pass.
 
-    It computes nothing; without `parallelize` it has no effect. Not inside `lax.scan`,
-    `jax.checkpoint` or a custom derivative: those are cut between, never within.
+    It computes nothing; without `parallelize` it has no effect. It cannot be inside `lax.scan`,
+    `jax.checkpoint` or a custom derivative: cuts go between these.
     """
     boundary_p.bind()
 
@@ -40,20 +40,19 @@ def value_and_grad(
 ) -> Callable:
     """`jax.value_and_grad` that marks the loss.
 
-    So `parallelize` can tell the two passes from the update.
+    The mark lets `parallelize` tell the two passes from the update.
 
-    fun       (*args) -> a scalar, the mean of something over the batch; with `has_aux` a pair
-              (scalar, tree of arrays)
-    weighted  in place of the scalar, `fun` returns a pair (total, weight), both sums over the
-              batch; the value is total / weight. So a masked mean is one whose micro-batches count
-              unequally: what counts is added up over them, and divided once. The weight may be
-              guarded, as by jnp.maximum(mask.sum(), 1): the guard is of the whole sum, too
+    fun       (*args) -> a scalar, a mean over the batch; with `has_aux` a pair (scalar, tree of
+              arrays)
+    weighted  instead of the scalar, `fun` returns a pair (total, weight), both sums over the batch;
+              the value is total / weight. So a masked mean weighs micro-batches by what counts:
+              both sums are added up, and divided once. The weight may be guarded, as by
+              jnp.maximum(mask.sum(), 1): the guard then applies to the whole sum
 
     Returns a function of the same arguments -> (value, gradients), the value as `fun` returns it.
-    Elsewhere than in `parallelize`, eagerly or under `jax.jit`, it computes what jax's own does; it
-    has no derivative, and no `jax.vmap`.
-    Raises TypeError where the loss is not a scalar, or the weight depends on what the gradient is
-    taken by.
+    Outside of `parallelize`, eagerly or under `jax.jit`, it computes what jax's own does, but
+    supports neither derivatives nor `jax.vmap`. Raises TypeError if the loss is not a scalar, or
+    the weight depends on arguments of the gradient.
 
     >>> import numpy as np
     >>> value_and_grad(lambda w, x: (w * x).mean())(2.0, np.ones(4, np.float32))[1]
@@ -121,7 +120,7 @@ def _taken_by(
 ) -> tuple[tuple[int, ...], list[Any]]:
     """Positions of the arguments that the gradient is taken by, and these.
 
-    Raises TypeError where there is no gradient by one of them.
+    Raises TypeError if there is no gradient by one of them.
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     try:
@@ -134,8 +133,8 @@ def _taken_by(
         kind = jax.dtypes.result_type(value)
         if not jnp.issubdtype(kind, jnp.inexact):
             raise TypeError(
-                f"the gradient is taken by an array of {kind}: keep arrays of that type in "
-                "another argument of the loss"
+                f"the gradient cannot be taken by an array of {kind}: pass such arrays in another "
+                "argument of the loss"
             )
     return positions, chosen
 
@@ -169,9 +168,7 @@ def _checked(out: Any, has_aux: bool, weighted: bool) -> Any:
             )
     for leaf in jax.tree.leaves(aux):
         if not is_array(leaf):
-            raise TypeError(
-                f"the loss returns {leaf!r} beside its value, which is not an array: leave it out"
-            )
+            raise TypeError(f"the loss also returns {leaf!r}, which is not an array: leave it out")
     return out
 
 
@@ -210,9 +207,7 @@ def _check_loss(closed: ClosedJaxpr, wanted: int, weighted: bool) -> None:
     graph = inline(closed)
     depending = graph.depending(graph.inputs[:wanted])
     if not depending.isdisjoint(variables(graph.outputs[1:2])):
-        raise TypeError(
-            "the weight depends on what the gradient is taken by: weigh by the batch alone"
-        )
+        raise TypeError("the weight depends on arguments of the gradient: weigh only by the batch")
 
 
 def _unguarded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Graph]:

@@ -1,4 +1,4 @@
-"""The method that a user asks for, and its plan: stages of layers, each on a mesh of devices."""
+"""The method that a user chooses, and its plan: stages of layers, each on a mesh of devices."""
 
 import math
 import re
@@ -45,7 +45,7 @@ ALPAS = {
 
 
 class Keywords:
-    """A base that tells who comes from Alpa how a keyword is called here."""
+    """A base that tells users of Alpa the names of keywords here."""
 
     def __new__(cls, *_: Any, **given: Any) -> Any:
         for name in given:
@@ -63,9 +63,9 @@ class ManualStages(Keywords):
               (2, 2), or the jax devices themselves, flat or as a (data, model) array. Numbers and
               shapes take devices in order
     sharding  (path, shape) -> PartitionSpec over the axes "data" and "model", for every array of
-              the arguments but the batch; one function, or one per mesh. The path is such as
-              ".params['Dense_0']['kernel']", and optimizer state has its own. Default: whole on
-              every device of its mesh, so that a stage is parallel over data alone
+              the arguments except the batch; one function, or one per mesh. A path is such as
+              ".params['Dense_0']['kernel']"; optimizer state has its own. Default: whole on every
+              device of its mesh, so a stage is only data parallel
     """
 
     layers: Sequence[Sequence[int]]
@@ -111,8 +111,8 @@ class FollowedStages(ManualStages):
                 starts.append(i)
         if missing := {*range(len(self.layers))} - {*found}:
             raise PipeshardError(
-                f"the step reads no parameters of stage {min(missing)}, which it follows: give it "
-                "stages of its own, such as ManualStages(...)"
+                f"the step reads no parameters of stage {min(missing)} of the step it follows: "
+                "give it stages of its own, such as ManualStages(...)"
             )
         return starts
 
@@ -183,7 +183,7 @@ class Planner(Protocol):
 class Pipeshard(Keywords):
     """How to run a train step as a pipeline over meshes of devices (Alpa, section 3).
 
-    There is pipeline parallelism between the meshes, data or operator parallelism inside each.
+    Pipeline parallelism runs between the meshes, data or operator parallelism inside each.
 
         Alpa                                   here
         PipeshardParallel                      Pipeshard
@@ -198,27 +198,26 @@ class Pipeshard(Keywords):
                                                c; `forward` (m = 0) and `backward` (m = 1)
 
     microbatches  of a batch
-    layers        "manual": where `mark_pipeline_boundary` says; or a function that finds them,
-                  such as `auto.AutoLayers(8)`: marks are ignored then
-    stages        "uniform": every layer a stage; a number of stages, of equally many layers each;
-                  `ManualStages`; those of another step (`Parallelized.stages`), whose state
-                  stays where it is; "auto", or `auto.AutoStages(...)`: the fastest that fit the
-                  devices' memory. The devices are shared out equally unless it says otherwise
-    schedule      a schedule that flushes: its name, or a table of one batch. A step without a
-                  gradient runs its forwards alone
-    virtual       stages per mesh, for a schedule that leaves it open (interleaved)
+    layers        "manual": by `mark_pipeline_boundary`; or a function that finds them, such as
+                  `auto.AutoLayers(8)`, which ignores marks
+    stages        "uniform": every layer a stage; a number of stages with equal numbers of layers;
+                  `ManualStages`; those of another step (`Parallelized.stages`), whose state stays
+                  in place; "auto", or `auto.AutoStages(...)`: the fastest that fit the devices'
+                  memory. By default, meshes get equal numbers of devices
+    schedule      a schedule with a flush: its name, or a table of one batch. A step without a
+                  gradient runs only its forwards
+    virtual       stages per mesh, for a schedule that takes it (interleaved)
     devices       jax devices to use, or how many of jax.devices(); default: all
-    reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum".
-                  Default: read off the loss, and an error where it is neither; naming one says that
-                  micro-batches are what you want to train on. A masked mean is neither: return its
-                  sum and its weight, value_and_grad(loss, weighted=True)
+    reduce        how to combine the micro-batches' losses: "mean" or "sum". Default: read off the
+                  loss, with an error if it is neither; naming one means that you want to train on
+                  micro-batches. A masked mean is neither: return its sum and its weight,
+                  value_and_grad(loss, weighted=True)
 
     progress      whether to show a bar while it traces, plans and compiles; default: in a terminal
                   or a notebook
 
-    Where what is drawn at random grows with the batch (a dropout mask), every micro-batch draws
-    numbers of its own: its own number is folded into the key. What does not grow is drawn as it is
-    written.
+    If random numbers grow with the batch (a dropout mask), every micro-batch draws its own: its
+    number is folded into the key. Others are drawn as written.
 
     >>> Pipeshard(microbatches=16, stages=ManualStages([[0, 1], [2, 3]], meshes=[1, 3])).schedule
     'pipedream_flush'
@@ -246,7 +245,7 @@ class Pipeshard(Keywords):
         if self.schedule == "inference":
             raise PipeshardError(
                 f"schedule='inference': use one of {', '.join(_flushing())}; a step without a "
-                "gradient evaluates, and runs the forwards of any of them alone"
+                "gradient runs only the forwards of any of them"
             )
         self._require("reduce", self.reduce in (None, "mean", "sum"), "'mean' or 'sum'")
 
@@ -257,14 +256,15 @@ class Pipeshard(Keywords):
     def stages_of(self, layers: int) -> list[list[int]]:
         """The layers of each stage.
 
-        Raises PipeshardError unless every layer is in one, in order.
+        Raises PipeshardError unless the stages hold every layer once, in order.
         """
         if isinstance(self.stages, ManualStages):
             return _manual_layers(self.stages, layers)
         count = self.stages if isinstance(self.stages, int) else layers
         if count > layers:
             raise PipeshardError(
-                f"stages={self.stages!r}: the loss has {layers} layers: ask for fewer, or mark more"
+                f"stages={self.stages!r}: the loss has {layers} layers: ask for fewer stages, or "
+                "mark more layers"
             )
         # With as many stages as layers that is a layer each.
         ends = np.cumsum([0, *uniform(layers, count)]).tolist()
@@ -273,7 +273,7 @@ class Pipeshard(Keywords):
     def table_for(self, stages: int, trains: bool = True) -> Schedule:
         """The schedule for this number of stages; its forwards alone, for a step without gradient.
 
-        Raises PipeshardError where it does not fit or has no flush.
+        Raises PipeshardError if it does not fit or has no flush.
         """
         table = self.schedule
         if isinstance(table, str):
@@ -283,7 +283,7 @@ class Pipeshard(Keywords):
             if stages % each:
                 raise PipeshardError(
                     f"schedule {table!r}, virtual={self.virtual}: {stages} stages are not a "
-                    f"multiple of the {each} that a mesh has"
+                    f"multiple of the {each} per mesh"
                 )
             table = make(table, stages // each, self.microbatches, virtual=self.virtual)
         validate(table)
@@ -291,7 +291,7 @@ class Pipeshard(Keywords):
             table = forward_only(table)
         elif not table.training:
             raise PipeshardError(
-                f"schedule {table.name!r} has forwards alone, and the step takes a gradient: use "
+                f"schedule {table.name!r} has only forwards, but the step takes a gradient: use "
                 "one that trains, such as 'gpipe'"
             )
         if table.asynchronous or table.reads is not Reads.LATEST:
@@ -312,13 +312,13 @@ class Pipeshard(Keywords):
         """The devices to use."""
         some = self.devices
         if isinstance(some, int) and not 1 <= some <= jax.device_count():
-            raise PipeshardError(f"devices={some}: there are {jax.device_count()}")
+            raise PipeshardError(f"devices={some}: there are only {jax.device_count()}")
         return jax.devices()[:some] if some is None or isinstance(some, int) else list(some)
 
     def meshes_of(self, rows: int) -> list[Mesh]:
         """A mesh per device of the schedule.
 
-        Raises PipeshardError where they overlap or there are too few devices.
+        Raises PipeshardError if they overlap or there are too few devices.
         """
         pool = self.pool
         wanted = self._wanted_of_meshes(rows, len(pool))
@@ -357,15 +357,15 @@ class Pipeshard(Keywords):
             return wanted
         if devices % rows or not devices:
             raise PipeshardError(
-                f"{devices} devices cannot be shared out equally over {rows} meshes: pass "
-                "devices= with a multiple of that, stages= with another number (the default is one "
-                "for each marked layer, and a network that the loss calls twice marks its layers "
-                "twice), or ManualStages with the number of devices of each"
+                f"{devices} devices cannot be divided equally over {rows} meshes: pass devices= "
+                "with a multiple of that, stages= with another number (the default is one per "
+                "marked layer; a network called twice marks its layers twice), or ManualStages "
+                "with the devices of each"
             )
         return [devices // rows] * rows
 
     def shardings_of(self, rows: int) -> list[Sharding]:
-        """Per mesh, what places arguments in it."""
+        """Per mesh, the function that places arguments in it."""
         # Without one everything is whole on each device, so that only the samples are divided.
         sharding = self.stages.sharding if isinstance(self.stages, ManualStages) else None
         if sharding is None or callable(sharding):
@@ -373,7 +373,7 @@ class Pipeshard(Keywords):
         if len(sharding) != rows:
             raise PipeshardError(
                 f"sharding has {len(sharding)} functions for {rows} meshes: give one for all, or "
-                "one for each"
+                "one per mesh"
             )
         return list(sharding)
 

@@ -3,9 +3,9 @@
     before | block 0 | block 1 | block 2 | block 3 | after        layers
        stage 0       |      stage 1      |     stage 2            balance [2, 2, 2]
 
-Nothing here knows an architecture, or flax's modules. The model is traced, and layers are told by
-the weights that equations read: those of a list of blocks have a number in their path, and those
-of a scanned stack go into one `scan`. Between two blocks the cut is where the fewest bytes cross.
+Nothing here knows an architecture, or flax's modules. The model is traced; the weights that
+equations read identify layers: a list of blocks has a number in their paths, and a scanned stack's
+go into one `scan`. Between two blocks, the cut is where the fewest bytes cross.
 """
 
 import re
@@ -48,16 +48,16 @@ def cut_model(model: Any, balance: Sequence[int], sample: Any) -> list[Part]:
              (`nnx.List`, or linen's Block_0, Block_1, ...) or a scanned stack (`nnx.scan`,
              `linen.scan`), whose weights have a first dimension of layers. It takes one tree of
              arrays, (samples, ...) each, and returns one array
-    balance  layers of each stage. A layer is a block; one is what stands before the blocks, and
-             one what stands after them, if these have weights
-    sample   what the model takes: arrays or their shapes. Stages take any number of samples, which
-             have the shape and type of these
+    balance  layers of each stage. A layer is a block; the parts before and after the blocks are one
+             each, if they have weights
+    sample   the model's input: arrays or their shapes. Stages take any number of samples of this
+             shape and type
 
-    Together the stages do the model's operations in its order. (Each is compiled by itself, and XLA
-    may round differently where it fuses differently.) The parameters of a stage are a dictionary by
-    the model's paths: see `join_weights`. A stage hands on a tuple of all that later ones read. A
-    weight that two stages read, such as a tied embedding, belongs to the first. This one hands it
-    on with every micro-batch, so that it stays one weight.
+    Together the stages do the model's operations in its order. (Each is compiled alone, and XLA may
+    round differently if it fuses differently.) A stage's parameters are a dictionary by the model's
+    paths: see `join_weights`. A stage passes on a tuple of all that later ones read. A weight that
+    two stages read, such as a tied embedding, belongs to the first, which passes it on with every
+    micro-batch, so it stays one weight.
 
     Raises ValueError for a model that cannot be cut, or a balance or sample that does not fit it.
 
@@ -82,7 +82,7 @@ def cut_model(model: Any, balance: Sequence[int], sample: Any) -> list[Part]:
             if size != more
         ]
         if not varying:
-            raise ValueError(f"no array that stage {s} is given has a row per sample: {BY_HAND}")
+            raise ValueError(f"no input array of stage {s} has a row per sample: {BY_HAND}")
         parts.append((partial(_run, cut_for, s, whole.samples, varying[0]), stage.parameters))
     return parts
 
@@ -91,7 +91,7 @@ def join_weights(weights: Iterable[Mapping[str, Any]], like: Any) -> Any:
     """The weights of stages (`Run.weights`) in the tree of the model's parameters.
 
     like  that tree: variables["params"] of a linen module, nnx.state(model, nnx.Param) of an nnx
-          module, which `nnx.update` puts into it
+          module, for `nnx.update`
 
     Raises ValueError if one of the weights has no place there.
     """
@@ -140,8 +140,8 @@ class _Whole:
         if len(counts) != 1 or counts & {(), (0,)}:
             shapes = ", ".join(str(x.shape) for x in self.inputs)
             raise ValueError(
-                f"a sample of shapes {shapes}: give arrays (samples, ...), equally many samples "
-                "in each"
+                f"a sample of shapes {shapes}: give arrays (samples, ...), with the same number of "
+                "samples"
             )
         ((self.samples,),) = counts
 
@@ -245,8 +245,8 @@ def _units(whole: _Whole, graph: Graph) -> tuple[list[_Unit], list[set[Any]]]:
     units.sort(key=lambda unit: unit.first)
     if sum(unit.layers for unit in units) < 2:
         raise ValueError(
-            f"no blocks are seen: neither two weights whose paths differ in a number alone, nor a "
-            f"scan over stacked weights: {BY_HAND}"
+            "no blocks found: neither two weights whose paths differ only in a number, nor a scan "
+            f"over stacked weights: {BY_HAND}"
         )
     for one, other in pairwise(units):
         if other.first <= one.last:
@@ -466,8 +466,8 @@ def _run(
         given = ", ".join(_type(jax.typeof(array)) for array in arrays)
         takes = ", ".join(_type(v.aval) for v in cut_for(count, False)[s].receives)
         raise ValueError(
-            f"stage {s} is given {given}, and takes {takes} by the sample that the model was cut "
-            "with: cut it with a sample of the shape and type that it is given"
+            f"stage {s} got {given}, but takes {takes} by the sample that the model was cut with: "
+            "cut it with a sample of the actual shape and type"
         )
     made = stage.graph.whole.run(*((stage.consts | values)[v] for v in stage.graph.arguments))
     values.update(zip([*stage.graph.outputs, *stage.graph.aux_outputs], made, strict=False))

@@ -1,10 +1,10 @@
 """parallelize(train_step, method): the same call, as a pipeline.
 
-Who knows NVIDIA's JaxPP: there, too, stages have meshes with axes of data and model, and their
-state stays with them. Here the gradient is marked (`value_and_grad`) instead of the loop over
-micro-batches (`treduce`), so that the step is the same on one device; micro-batches are cut from
-the batch by the pipeline; a schedule is one of `pipelab.SCHEDULES` with a flush, or any table of
-your own; and a loss whose micro-batches do not add up to the batch is refused.
+In NVIDIA's JaxPP, too, stages have meshes with axes of data and model, and their state stays with
+them. Here you mark the gradient (`value_and_grad`), not the loop over micro-batches (`treduce`), so
+the step is the same on one device. The pipeline cuts micro-batches from the batch. A schedule is
+one of `pipelab.SCHEDULES` with a flush, or any table of your own. A loss whose micro-batches do not
+add up to the batch is an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,41 +43,41 @@ def parallelize(
     train_step      (state, batch) -> (state, ...), or any pure function of trees of arrays. It
                     takes one gradient, by `pipelab.pipeshard.grad` or `value_and_grad`, of a loss
                     that marks its layers' boundaries. It may be jitted, and use flax (linen, or nnx
-                    by split and merge), optax, or neither. Without one, this is a decorator:
-                    `@parallelize(method=Pipeshard(4))`. Without a gradient it evaluates, the
-                    forwards alone: (state, batch) -> (logits, loss). See `Parallelized.stages`
+                    by split and merge), optax, or neither. Without it, this is a decorator:
+                    `@parallelize(method=Pipeshard(4))`. A step without a gradient evaluates, with
+                    only the forwards: (state, batch) -> (logits, loss). See `Parallelized.stages`
     method          how to cut it, place it, and order it
     batch_argnums   which arguments are batches: every array in them has the samples along
                     dimension 0
-    donate_argnums  which arguments are given up, as in jax.jit: the results use their memory again,
-                    and their arrays are deleted. What a jitted step donates is donated anyway
-    timeout         seconds within which some action has to end, where there are several processes
+    donate_argnums  which arguments are donated, as in jax.jit: the results reuse their memory, and
+                    their arrays are deleted. A jitted step's own donations count, too
+    timeout         seconds within which some action must end, for several processes
 
     The loss is computed micro-batch by micro-batch and its gradients added up: the result is that
     of the undivided batch, for a loss that is a mean or a sum over it. Further results of the loss
-    (has_aux) are averaged, added up, or joined along the samples, as they come of the batch.
-    Random numbers are those of the undivided batch, too, unless they grow with it, as a dropout
-    mask does: every micro-batch draws its own (see `Pipeshard`).
+    (has_aux) are averaged, added up, or joined along the samples, to match the batch's. Random
+    numbers are those of the undivided batch, too, unless they grow with it, as a dropout mask does:
+    then every micro-batch draws its own (see `Pipeshard`).
 
-    Results stay where they are made: each stage's part of the state on its own devices, ready for
-    the next call. `plan.stages[1].parameters` names the arrays of stage 1, by their paths in the
-    state. Other functions of jax want their arguments on the same devices: jax.jit(f)(state) raises
-    "Received incompatible devices for jitted computation". `jax.device_put(state, device)` brings a
-    state together on one device, and `fetch` on the host.
+    Results stay in place: each stage's part of the state on its own devices, ready for the next
+    call. `plan.stages[1].parameters` names the arrays of stage 1, by their paths in the state.
+    Other jax functions need their arguments on the same devices: jax.jit(f)(state) raises "Received
+    incompatible devices for jitted computation". `jax.device_put(state, device)` gathers a state on
+    one device, `fetch` on the host.
 
     Inside a stage, `jax.lax.with_sharding_constraint` may name the axes of its mesh, "data" and
     "model": `PartitionSpec("data", "model")`. Without it, XLA decides.
 
-    In several processes of jax.distributed, all make the same call, with the same arguments: arrays
-    of the host, or what the last call returned. Each compiles and runs the stages whose mesh is of
-    its own devices. A result that is on others' devices is an array with its sharding and nothing
-    of it here; single numbers, and what the loss returns, are everywhere. `fetch` makes whole
-    arrays of the others, for a checkpoint, say. When a process ends or hangs, the others raise one
-    RunError (see `pipelab.jax.distributed` for what jax does then). `compare` needs one process.
+    In several processes of jax.distributed, all make the same call, with the same arguments: host
+    arrays, or the last call's results. Each compiles and runs the stages on its own devices. A
+    result on other processes' devices is an array with its sharding but no data here; single
+    numbers and the loss's results are everywhere. `fetch` makes whole arrays of the others, such as
+    for a checkpoint. When a process ends or hangs, the others raise one RunError (see
+    `pipelab.jax.distributed` for what jax does then). `compare` needs one process.
 
     Everything is compiled at the first call for arguments of these shapes (and again after a
-    setting of jax's that it depends on is changed). What does not fit is an error that says why
-    (PipeshardError): nothing falls back to one device.
+    setting of jax's that it depends on is changed). A step that does not fit raises PipeshardError,
+    with the reason: nothing falls back to one device.
     """
     if not isinstance(method, Pipeshard):
         raise PipeshardError(
@@ -108,16 +108,16 @@ def _explained() -> Iterator[None]:
         if "/normalization.py" not in str(error):
             raise
         raise PipeshardError(
-            f"{error}. This is BatchNorm, whose statistics are those of the whole batch: use "
-            "LayerNorm or GroupNorm, or its running averages (use_running_average=True). With "
-            "reduce='mean' every micro-batch has statistics of its own"
+            f"{error}. BatchNorm needs statistics of the whole batch: use LayerNorm or GroupNorm, "
+            "or its running averages (use_running_average=True). With reduce='mean' every "
+            "micro-batch has its own statistics"
         ) from None
     except Exception as error:
         if "non-empty mesh" in str(error) or "sharding_constraint inside jit" in str(error):
             raise PipeshardError(
-                "with_sharding_constraint in a function with derivatives of its own (custom_vjp, "
-                "custom_jvp), which cannot be moved to a stage's mesh: put it around the "
-                f"function's call ({error})"
+                "with_sharding_constraint inside a function with its own derivatives (custom_vjp, "
+                "custom_jvp) cannot move to a stage's mesh: put it around the function's call "
+                f"({error})"
             ) from error
         if type(error).__name__ != "TraceContextError":
             raise
@@ -128,9 +128,9 @@ def _explained() -> Iterator[None]:
 
 
 class Parallelized:
-    """A step that runs as a pipeline; called as the step is, with the same results.
+    """A step that runs as a pipeline; call it like the step, with the same results.
 
-    Arguments are passed by position; options of the step are bound by functools.partial.
+    Pass arguments by position; bind the step's options by functools.partial.
 
     >>> import jax.numpy as jnp
     >>> from pipelab.pipeshard import Pipeshard, mark_pipeline_boundary, parallelize, value_and_grad
@@ -180,7 +180,7 @@ class Parallelized:
     def fetch(self, tree: Any) -> Any:
         """The arrays of a tree, such as a state on several meshes, as numpy arrays, whole.
 
-        In one process that is jax.device_get; in several it is for all of them to call.
+        In one process that is jax.device_get; of several, all must call it.
         """
         if jax.process_count() == 1:
             return jax.device_get(tree)
@@ -202,24 +202,26 @@ class Parallelized:
     def compare(self, *args: Any, tolerance: float | None = None, **options: Any) -> Check:
         """Run one step and compare it with the same step on one device.
 
-        The arguments stay as they are. Compared are the loss, what it returns beside, and every
-        gradient, with jax's own on the undivided batch (where micro-batches draw random numbers of
-        their own, with these; where `reduce` was named for what is neither mean nor sum, with
-        accumulation over the same micro-batches); and every result of the step with the step's own
-        update, on one device, of the same gradients, so that an optimizer that divides by tiny
-        gradients does not blow up their rounding.
+        The arguments do not change. The loss, its further results and every gradient are compared
+        with jax's own on the undivided batch (with the micro-batches' own random numbers, if they
+        draw any; with accumulation over the same micro-batches if `reduce` was named for a loss
+        that is neither mean nor sum). Every result of the step is compared with the step's own
+        update, on one device, from the same gradients, so an optimizer that divides by tiny
+        gradients does not amplify their rounding.
 
-        The difference is measured in the rounding of the precision that the loss computes in, as
-        `pipelab.run` does it: see `runtime.verdict.judge`.
+        The unit of the difference is the rounding of the loss's precision, as in `pipelab.run`: see
+        `runtime.verdict.judge`.
 
-        tolerance  how many times further from the reference than rounding explains a result may
-                   be; default 3
+        tolerance  the largest distance of a result from the reference, in multiples of what
+                   rounding explains; default 3
         """
         arguments = given = self._flat(args, options)
         with self._together():
             program = self._program(arguments)
             if program.connect:
-                raise PipeshardError("compare on one host: no process has all the results")
+                raise PipeshardError(
+                    "compare needs one process: none of several has all the results"
+                )
             if program.donated:
                 # The run deletes what is donated, and the reference still has to read it.
                 copies = [x.copy() if isinstance(x, jax.Array) else x for x in arguments.values]
@@ -236,16 +238,16 @@ class Parallelized:
     def stages(self) -> FollowedStages:
         """The stages of the last call, for another step with the same state.
 
-        A step that evaluates reads the state where training has it, and copies none of it, if it
-        has the same stages: pass the same method, or, where these were found, those of training:
+        An evaluation step with the same stages reads the training's state in place, without copies:
+        pass the same method, or, if the stages were found, those of training:
 
             train = parallelize(train_step, method)
             state, loss = train(state, batch)
             evaluate = parallelize(eval_step, replace(method, stages=train.stages))
             logits = evaluate(state, batch)
 
-        Results of samples are joined, means averaged, and sums added up, as for what a loss returns
-        beside its value.
+        Results per sample are joined, means averaged, and sums added up, as for a loss's further
+        results.
         """
         return followed(self._program_run)
 
@@ -283,8 +285,8 @@ class Parallelized:
         """One call, under no mesh of the caller's; an error in it disconnects the processes."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise PipeshardError(
-                "a pipeline is compiled, and jax.disable_jit() forbids that: leave it, or call the "
-                "step itself without parallelize to debug it"
+                "a pipeline must be compiled, which jax.disable_jit() forbids: leave it, or call "
+                "the step without parallelize to debug it"
             )
         try:
             with _explained(), jax.set_mesh(NO_MESH):
@@ -299,8 +301,8 @@ class Parallelized:
     def _flat(self, args: Sequence[Any], options: Mapping[str, Any]) -> Arguments:
         for name, value in options.items():
             raise TypeError(
-                f"unexpected keyword argument {name!r}: arguments are passed by position, and "
-                f"options bound before: parallelize(functools.partial(step, {name}={value!r}), ...)"
+                f"unexpected keyword argument {name!r}: pass arguments by position, and bind "
+                f"options before: parallelize(functools.partial(step, {name}={value!r}), ...)"
             )
         for name in ("batch_argnums", "donate_argnums"):
             argnums = getattr(self, name)

@@ -102,9 +102,8 @@ def trace_microbatch(train_step: Callable, method: Pipeshard, arguments: Argumen
     m = method.microbatches
     if arguments.samples % m:
         raise PipeshardError(
-            f"a batch of {arguments.samples} samples does not divide into {m} micro-batches: "
-            "make every batch a multiple of that, and leave out or fill up a last one that is "
-            "shorter"
+            f"a batch of {arguments.samples} samples does not divide into {m} micro-batches: make "
+            "every batch a multiple of that, and drop or pad a shorter last one"
         )
     samples = arguments.samples // m
     # [1] The step of the batch, and that of a micro-batch.

@@ -82,7 +82,7 @@ class Arguments:
 def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
     """The leaves of the arguments, and which of them are the batch.
 
-    Raises PipeshardError where the batch has no samples, or its leaves unequal numbers of them.
+    Raises PipeshardError if the batch has no samples, or its leaves differ in their number.
     """
     of_batch = {i % len(args) for i in batch_argnums}
     leaves, tree = jax.tree.flatten_with_path(tuple(args))
@@ -191,7 +191,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
 
     Without a gradient all of it is the loss.
 
-    Raises PipeshardError where it is not what a pipeline needs, or works on the batch but not on so
+    Raises PipeshardError if a pipeline cannot use it, or if it works on the batch but not on this
     many samples.
     """
     # [1] The whole step as equations.
@@ -200,8 +200,8 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     for eqn in all_equations(whole.equations):
         if eqn.primitive.name == "shard_map":
             raise PipeshardError(
-                f"shard_map ({place_of(eqn)}) names a mesh of its own, and a stage runs on that of "
-                "the plan: call what it maps as it is, and divide its arrays, if need be, by "
+                f"shard_map ({place_of(eqn)}) names its own mesh, but a stage runs on the "
+                "plan's: call the mapped function directly, and divide its arrays, if needed, by "
                 'jax.lax.with_sharding_constraint over the stage\'s axes, "data" and "model"'
             )
     # A sharding constraint is for the mesh of a stage, which gets its own (`on_mesh`).
@@ -250,15 +250,15 @@ def _whole_step(step: Callable, arguments: Arguments, samples: int) -> tuple[Clo
             raise _asks_for_values(error, arguments) from error
         if "static arguments" in str(error):
             raise PipeshardError(
-                "the step is jitted with static arguments, and a pipeline passes arrays: bind them "
-                "by functools.partial"
+                "the step is jitted with static arguments, but a pipeline passes only arrays: bind "
+                "them by functools.partial"
             ) from error
         if samples == arguments.samples or isinstance(error, PipeshardError):
             raise
         raise PipeshardError(
             f"the step works on the batch of {arguments.samples} samples but not on {samples} of "
-            "them: pass every array that has samples in batch_argnums, and write no batch size as "
-            f"a number ({error})"
+            "them: pass every array with samples in batch_argnums, and do not write the batch "
+            f"size as a number ({error})"
         ) from error
 
 
@@ -273,10 +273,9 @@ def _asks_for_values(error: Exception, arguments: Arguments) -> PipeshardError:
         if isinstance(value, (bool, int, float)):
             what += f", {value!r},"
     return PipeshardError(
-        f"the step asks for the value of {what} in Python ({place_of_error(error)}: "
-        f"{reason}), and it is traced without values: bind an "
-        "option by functools.partial, choose between arrays by jnp.where or jax.lax.cond, and "
-        "return arrays instead of Python's numbers"
+        f"the step asks for the value of {what} in Python ({place_of_error(error)}: {reason}), but "
+        "is traced without values: bind an option by functools.partial, choose between arrays by "
+        "jnp.where or jax.lax.cond, and return arrays instead of Python numbers"
     )
 
 
@@ -317,7 +316,7 @@ def trace_piece(
 ) -> TracedStep:
     """A micro-batch's step with the update of the whole batch's: it may know how many samples.
 
-    Raises PipeshardError where the step, which works on the batch, does not on a micro-batch.
+    Raises PipeshardError if the step works on the batch, but not on a micro-batch.
     """
     piece = trace(step, arguments, samples)
     # The same leaves have other variables in each trace: the update gets those of the micro-batch.
@@ -361,7 +360,7 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
         if source not in whole.inputs:
             raise PipeshardError(
                 f"the gradient is taken by a {source.aval.str_short()} that the step computes: "
-                "take it by an argument of the step, and compute (a cast, say) inside the loss"
+                "take it by an argument of the step, and compute (such as a cast) inside the loss"
             )
         if source in batch:
             raise PipeshardError(
@@ -415,9 +414,9 @@ def _check_update(step: TracedStep) -> None:
     update, results = step.update, variables(step.update.outputs)
     if update.depending(step.gradients.values()).isdisjoint(results):
         raise PipeshardError(
-            "no result of the train step depends on the gradients, so that the update would be "
-            "lost: return the new state. A step that changes its arguments in place "
-            "(nnx.Optimizer.update) has to be pure: nnx.split before, nnx.merge inside"
+            "no result of the train step depends on the gradients, so the update would be lost: "
+            "return the new state. A step that changes its arguments in place "
+            "(nnx.Optimizer.update) must become pure: nnx.split before, nnx.merge inside"
         )
     # The update is done once, when no micro-batch is there any more.
     varying = update.depending(step.batch)

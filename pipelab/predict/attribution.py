@@ -29,11 +29,11 @@ class Cause(StrEnum):
 
 
 class Stretch(NamedTuple):
-    """Time that a device spends in one way.
+    """A stretch of a device's time, spent in one way.
 
     cause  why it is idle; None: it computes
-    stage  of the action that it computes, or idles before; None: nothing is left
-    asks   the device whose doing it waits for, if that is not its own affair
+    stage  of the action that it computes or waits to start; None: nothing is left
+    asks   the device that it waits for, if another one
     """
 
     begin: float
@@ -47,12 +47,12 @@ def attribution(schedule: Schedule, spans: Sequence[Span]) -> dict[Cause, list[f
     """Idle seconds of each device by cause; they add up to makespan - busy exactly.
 
     Before an action whose input was sent at e: `transfer` from e until it arrived; before e
-    `held back by the order` if the input of a later forward of the row has arrived already and
-    the action is no forward, else `waiting for a forward` or `for a gradient`. After the last
+    `held back by the order` if the input of a later forward of the row has arrived already and the
+    action is not a forward, else `waiting for a forward` or `for a gradient`. After the last
     action: `nothing left`. Two that overlap wait for the later of their inputs. `overhead` is the
     time between the arrival of an action's input and its start: measured, or in a simulation
-    `Costs.overhead`. What a copy to or from the host takes longer than the action beside it is
-    `transfer`. The table must not have transfers written out.
+    `Costs.overhead`. If a copy to or from the host outlasts the action it overlaps with, the rest
+    is `transfer`. The table must not have transfers written out.
     """
     idle = {cause: [0.0] * schedule.devices for cause in Cause}
     for d, row in enumerate(stretches(schedule, spans)):
@@ -65,10 +65,10 @@ def attribution(schedule: Schedule, spans: Sequence[Span]) -> dict[Cause, list[f
 def waited_for(
     schedule: Schedule, spans: Sequence[Span]
 ) -> Iterator[tuple[float, float, str | int]]:
-    """All idle time by who makes a device wait: (begin, end, a stage or `transfer`, `overhead`).
+    """All idle time, by what makes a device wait: (begin, end, a stage or `transfer`, `overhead`).
 
-    Where an input is not made yet, the device that makes it is asked: it computes for a stage, or
-    is idle itself for a cause of its own. A device with nothing left asks the one that ends last.
+    If an input is not ready, the device that makes it is asked: it computes for a stage, or is idle
+    for a cause of its own. A device with nothing left asks the one that ends last.
     """
     rows = stretches(schedule, spans)
 

@@ -38,7 +38,7 @@ class Recompute(StrEnum):
 
 
 class Chosen(tuple[int, ...]):
-    """These micro-batches of every batch, by their numbers in it; see `recompute_of`."""
+    """The numbers of the micro-batches to recompute in every batch; see `recompute_of`."""
 
     def mask(self, total: int, microbatches: int) -> list[bool]:
         """As `Recompute.mask`. CostError for a micro-batch that a batch does not have."""
@@ -53,7 +53,7 @@ Recomputed = Recompute | str | Sequence[int]
 
 
 def recompute_of(value: Recomputed) -> Recompute | Chosen:
-    """A mode, by its name too; or the micro-batches of a batch whose forwards run again, by number.
+    """A mode, or its name, or the numbers of the micro-batches whose forwards run again.
 
     >>> recompute_of([0, 2]).mask(6, 3), recompute_of("except_last").mask(3, 3)
     ([True, False, True, True, False, True], [True, True, False])
@@ -66,7 +66,7 @@ def recompute_of(value: Recomputed) -> Recompute | Chosen:
 
 
 class CostError(ValueError):
-    """Costs that do not fit: a value out of range, or one value too many or too few."""
+    """Costs that do not fit: a value out of range, or too many or too few values."""
 
 
 Values = float | Sequence[float]
@@ -88,7 +88,7 @@ ONE_PER = {"transfer": "link", "speed": "device"}  # of the others that may be l
 class Costs:
     """Costs of a stage (chunk) per micro-batch: one number for all stages, or one per stage.
 
-    Model: fixed times, no contention between links, a transfer's cost paid by nobody's compute.
+    Model: fixed times, no contention between links, transfers that take no compute.
 
     Args:
         forward: seconds
@@ -97,26 +97,26 @@ class Costs:
         transfer: seconds of latency between stages on different devices, one number or one per link
             (stages - 1; both directions); it overlaps with compute
         update: seconds of one optimizer step
-        overhead: one number: seconds that every action loses before it starts, whatever its size
-            (launching it)
+        overhead: one number: seconds that every action loses before it starts (its launch),
+            whatever its size
         bandwidth: bytes per second of every link; a transfer takes transfer + boundary / bandwidth
         host: bytes per second between a device and its host's memory, in one direction at a time:
-            what an offload or a reload of a micro-batch's activations takes
-        speed: one number or one per device; compute seconds are divided by it. Below 1 where
-            devices share cores: the share of the time that they had one
+            it sets the time to offload or reload activations
+        speed: one number or one per device; compute seconds are divided by it. Below 1 if devices
+            share cores: the share of the time that each had one
         weights: bytes of a stage's weights, and of its gradients
         optimizer: bytes of its optimizer state
         activations: bytes kept per micro-batch from forward to backward, the input included
-        weight_activations: where the backward is split: bytes kept from I to W, such as inputs and
-            output gradients of the layers (default: as many as `activations`)
-        boundary: bytes of a stage's input per micro-batch (stage 0: the data): what is received,
-            and what is kept when the forward is recomputed
-        recompute: when the forward runs again before its backward, or of which micro-batches of a
+        weight_activations: with split backwards: bytes kept from I to W, such as the layers' inputs
+            and output gradients (default: `activations`)
+        boundary: bytes of a stage's input per micro-batch (stage 0: the data): a transfer carries
+            them, and recomputation keeps only them
+        recompute: when forwards run again before their backwards, or for which micro-batches of a
             batch
-        attention: of tables with slices: the share of a sequence's seconds that grows with its
-            length squared. Costs are of whole sequences
-        together: seconds of a forward and a backward that overlap, both together (default: as long
-            as one after the other); for two stages' the mean
+        attention: for tables with slices: the share of a sequence's seconds that grows with its
+            length squared. Costs are per whole sequence
+        together: seconds of an overlapping forward and backward (default: their sum); for two
+            stages, the mean
     """
 
     forward: Values = 1.0
@@ -178,7 +178,7 @@ class Costs:
     def of_slices(self, table: Table) -> list[float]:
         """Seconds of each slice of a sequence, as shares of those of a whole one.
 
-        Its positions attend to all before them: of the squared length a slice has its part of a
+        Positions attend to all earlier ones: of the squared length, a slice has its part of a
         triangle.
         """
         ends = [0.0, *accumulate(table.slices or (1.0,))]
@@ -186,7 +186,7 @@ class Costs:
         return [linear * (b - a) + squared * (b * b - a * a) for a, b in pairwise(ends)]
 
     def of_copies(self, table: Table) -> "Costs":
-        """The same for all copies of a model in a table; one per stage is meant of one copy."""
+        """The same for all copies of a model; one value per stage means the stages of one copy."""
         n, found = table.model_stages, dict[str, Any]()
         for field in fields(self) if table.copies > 1 else ():
             value = getattr(self, field.name)
@@ -213,9 +213,9 @@ class Costs:
         """The same model in the stages of a placement (stage -> device): costs of a device become
         costs of its stages.
 
-        Each device's work and bytes are divided evenly. What crosses a boundary stays as large as
-        it was, and so does the overhead of an action. Costs per link are those of neighbouring
-        devices: CostError where two others exchange something.
+        Each device's work and bytes are divided evenly. Boundaries and the overhead of an action
+        stay as they are. Costs per link are between neighbouring devices: CostError if other
+        devices exchange anything.
 
         >>> Costs(forward=[2, 4], transfer=[3]).over([0, 1, 1, 0]).transfer
         (3.0, 0.0, 3.0)

@@ -1,7 +1,7 @@
 """Bytes over time on every device, by cause; and activations alone, counted in micro-batches.
 
-Memory limits are given in micro-batches: one that all stages of a device keep counts 1 there,
-whatever its bytes, and a stage has its share of that.
+Memory limits are given in micro-batches: one held by all stages of a device counts 1 there,
+whatever its bytes; each stage has a share.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ def order_of(action: int, phase: int) -> int:
 class MemoryStep(NamedTuple):
     """At `time` a device takes `change` bytes more (or fewer) for `cause`, one of MEMORY_CAUSES.
 
-    order  among steps of one time; what leaves (a change below 0) goes before what comes
+    order  among simultaneous steps; memory is freed (a change below 0) before it is taken
     """
 
     device: int
@@ -97,19 +97,19 @@ class Memory:
 def memory(timeline: Timeline, costs: Costs) -> Memory:
     """The memory of a timeline under the byte costs.
 
-    Model: weights and optimizer state are there throughout. Further weight versions from the start
-    of the update that makes them to their last reader. Gradients from the first backward of an
-    update group to its update. Activations from the start of a forward to the end of its backward;
-    where that is split, to the end of I, and from there to the end of W what W needs. With
-    recomputation only the stage's input until the backward starts. What is offloaded, to the end of
-    that, and from the start of its reload. Buffers: an input that has
-    arrived and waits. Nothing for temporary values (such as the gradient that a backward works on)
-    or fragmentation.
+    Model: weights and optimizer state are held throughout, further weight versions from the start
+    of the update that makes them to their last reader, gradients from the first backward of an
+    update group to its update. Activations are held from the start of a forward to the end of its
+    backward; if that is split, to the end of I, then what W needs to the end of W. With
+    recomputation, only the stage's input is held until the backward starts. Offloaded activations
+    are away from the end of the offload to the start of the reload. Buffers hold inputs that have
+    arrived and wait. Temporary values (such as the gradient that a backward works on) and
+    fragmentation are left out.
 
-    One rule, as in a measured run: when an action starts, its input leaves the buffer (or what
-    recomputation has kept of it) and is part of what the action holds, so that nothing counts
-    twice; what it gives back goes at its end, before the next action starts. An action of no length
-    holds what it needs, too. Times that differ by rounding alone are one moment.
+    One rule, as in a measured run: when an action starts, its input moves from the buffer (or what
+    recomputation kept) into what the action holds, so nothing counts twice. Memory is freed at an
+    action's end, before the next one starts. An action of zero length holds what it needs, too.
+    Times that differ only by rounding are one moment.
 
     >>> from pipelab import Costs, simulate
     >>> from pipelab.schedules import pipedream_flush
@@ -250,9 +250,9 @@ def shares(costs: Costs, placement: Sequence[int], name: str) -> list[float]:
 
 
 def changes(costs: Costs, placement: Sequence[int]) -> Changes:
-    """The memory that an action takes (F, as it starts) or gives back (below 0, at its end).
+    """The memory that an action takes (F, as it starts) or frees (below 0, at its end).
 
-    I gives back what W does not need; where W needs more than I did, I takes that.
+    I frees what W does not need; if W needs more than I did, I takes that.
     """
     whole, late = (shares(costs, placement, name) for name in ("activations", "weight_activations"))
     return {
@@ -276,8 +276,8 @@ def reserved(change: Changes) -> Changes:
 
 
 def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
-    """Per device, the most that it keeps at once: in activations of a micro-batch, as
-    `memory=` of schedules and `pipelab.optimize.order.bound` count it.
+    """Per device, the most it holds at once, in micro-batches' activations, as `memory=` of
+    schedules and `pipelab.optimize.order.bound` count it.
 
     >>> from pipelab.schedules import gpipe, interleaved
     >>> memory_used(gpipe(2, 4), Costs()), memory_used(interleaved(2, 4), Costs())

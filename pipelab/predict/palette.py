@@ -1,7 +1,7 @@
 """Colours and words of what timelines show, for plots, widgets and pages.
 
 The colours are the papers', from the Okabe-Ito palette, which is safe for the colour-blind. The
-input gradient's violet is none of it: it differs from every shade of the others.
+input gradient's violet is not in it: it differs from every shade of the others.
 """
 
 from collections.abc import Collection, Iterable

@@ -38,7 +38,7 @@ def lay(
 ) -> Timeline:
     """The timeline of a valid table whose actions take these seconds each, flat over the table.
 
-    An action waits, then computes; its input is `delay` on its way. ScheduleError for a deadlock.
+    An action waits, then computes; its input travels for `delay`. ScheduleError for a deadlock.
     """
     walk = schedule.walk([*map(add, wait, duration)], delay)
     check_deadlock(schedule, walk.head)
@@ -126,7 +126,7 @@ def waits(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def delays(schedule: Schedule, costs: Costs) -> list[float]:
-    """Seconds that each action's input is on its way; 0 for one from the same device."""
+    """Seconds that each action's input travels; 0 for one from the same device."""
     delay = [0.0] * len(schedule.actions)
     seconds, link = costs.links(schedule.stages), links(schedule)
     latency = costs.of("transfer", max(schedule.stages - 1, 0))

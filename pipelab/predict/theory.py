@@ -19,9 +19,9 @@ class Theory:
     versions    (device, p, m, v, batches) -> most weight versions of a stage
     bubble      over ideal, as the papers write it
     share       the same as a share of the total time
-    for_weights (device, p, m) -> how many of those at the peak are past their I and wait for W:
-                they take M_W bytes each, the others M_B (M_W <= M_B)
-    holds       (p, m, v) -> whether `over_ideal` is that of the simulation
+    for_weights (device, p, m) -> how many of those at the peak are past their I and wait for W, and
+                so take M_W bytes each instead of M_B (M_W <= M_B)
+    holds       (p, m, v) -> whether `over_ideal` equals the simulation's
     """
 
     over_ideal: Callable[[int, int, int, int], float]

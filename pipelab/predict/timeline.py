@@ -18,8 +18,8 @@ class Parts(NamedTuple):
     """The columns of a timeline, in seconds per action, flat over the table.
 
     duration  of its compute
-    delay     from the end of the action whose output it takes until that is on its device; 0 for
-              one that takes no output
+    delay     from the end of the action whose output it takes until that output is on its device; 0
+              if it takes none
     wait      from when it could start, its row free and its input there, to its start
     fed       whether its input came after its row was free
     """
@@ -150,7 +150,7 @@ class Timeline:
         return f"<Timeline {self.summary()}>"
 
     def part(self, first: int, last: int) -> "Timeline":
-        """The spans of batches `first` to `last` - 1 alone; a run's first batch warms up.
+        """The spans of batches `first` to `last` - 1; a run's first batch warms up.
 
         Raises ScheduleError as `Schedule.part` does.
 
@@ -167,12 +167,12 @@ class Timeline:
         return replace(self, schedule=cut, spans=cut.spans(start, end, moved))
 
     def warmed_up(self) -> "Timeline":
-        """Without the first batch, which warms up; all of it where it cannot be cut there."""
+        """Without the first batch, which warms up; the whole timeline if it cannot be cut there."""
         return self if all(self.warm) else self.part(1, self.schedule.batches)
 
     @property
     def warm(self) -> list[bool]:
-        """Which actions are not of the first batch; all where it cannot be cut off."""
+        """The actions after the first batch; all of them if it cannot be cut off."""
         s = self.schedule
         first = 1 if s.batches > 1 and s.microbatches % s.per_update == 0 else 0
         return [batch >= first for batch in self.batch]
@@ -190,7 +190,7 @@ class Timeline:
         return [later - earlier for earlier, later in pairwise(self.batch_ends)]
 
     def parts(self) -> Parts:
-        """The parts of all actions; what is negative (a start before its input) counts as 0.
+        """The parts of all actions; a negative one (a start before its input) counts as 0.
 
         A row is free from the first start of the whole timeline on.
         """
@@ -240,10 +240,10 @@ class Timeline:
                 return path[::-1]
 
     def refuse_transfers(self, what: str) -> None:
-        """Raise ValueError if the table has its transfers written out, which `what` cannot read."""
+        """ValueError for a table with transfers written out, which `what` cannot read."""
         if self.schedule.has_transfers:
             raise ValueError(
-                f"{what}: {self.schedule.name} has its transfers written out; ask the table "
+                f"{what}: {self.schedule.name} has its transfers written out; use the table "
                 "without them"
             )
 

@@ -1,7 +1,7 @@
 """Real executors: one worker loop (`worker`) between a transport and the stages of a library.
 
-`run.run` is the way in for a table; a `Trainer`, in the room above, is the one for a training
-without an end. From the caller to a tensor and back, who makes what:
+`run.run` is the entry for a table; a `Trainer`, in the room above, for a training without an end.
+From the caller to a tensor and back, who makes what:
 
     run, Trainer    Options      how to train: the same for all, from here to the stages
         |           Segment      a part of the training from an empty pipeline to an empty one; most
@@ -21,12 +21,11 @@ without an end. From the caller to a tensor and back, who makes what:
     Session         Run          of a segment's outcomes (`result`), with the verdict of
                                  `verdict.judge`
 
-Four numberings meet here. A *table* counts micro-batches and updates from 0; a *segment* of it, cut
-out, does so again; the *training* counts through all of them, and so do workloads, orders and
-stages: what is added to the numbers of a table is an `Offset`. Replicas number their micro-batches
-alike, each its own share; the *data* are numbered batch by batch and in a batch replica by replica,
-which `microbatches_of` sees to.
+Four numberings meet here. A *table* counts micro-batches and updates from 0; so does a *segment*
+cut out of it. The *training* counts through all of them, as do workloads, orders and stages: an
+`Offset` is added to a table's numbers. Each replica numbers its own share of micro-batches; the
+*data* are numbered batch by batch, and within a batch replica by replica (`microbatches_of`).
 
-`verdict.reference` trains by the papers' rules, in the arithmetic that the wing gives it. Torch's
-wing is `torch.wing`; a room above adds its own to `wings.WINGS`, as JAX's does.
+`verdict.reference` trains by the papers' rules, in the wing's arithmetic. Torch's wing is
+`torch.wing`; a room above adds its own to `wings.WINGS`, as JAX's does.
 """

@@ -1,4 +1,4 @@
-"""A progress bar for whoever looks: in a terminal or in a notebook."""
+"""A progress bar in a terminal or a notebook."""
 
 import os
 import sys
@@ -8,19 +8,19 @@ from typing import Any
 
 
 def seen() -> bool:
-    """Whether somebody sees a bar: in a terminal or a notebook, unless TQDM_DISABLE is set."""
+    """Whether a bar is visible: in a terminal or a notebook, unless TQDM_DISABLE is set."""
     # A bar in a notebook does not heed that.
     looks = sys.stderr.isatty() or "ipykernel" in sys.modules
     return looks and not os.environ.get("TQDM_DISABLE")
 
 
 class Bar:
-    """A bar of steps, which may be of several phases; nothing of it is left at the end.
+    """A bar of steps, in one or several phases; it disappears at the end.
 
     text   what is done
     total  steps; each phase may add some
-    delay  seconds without a bar: one that is made at once stays in a notebook's stored outputs
-    shown  default: to whoever looks
+    delay  seconds without a bar: an immediate one would stay in a notebook's stored outputs
+    shown  default: if it is visible
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Bar:
         self.done, self._bar, self._began = 0, None, time.monotonic()
 
     def phase(self, text: str, steps: int = 1) -> None:
-        """Another phase begins, of so many steps."""
+        """Begin another phase, of this many steps."""
         self.text, self.total = text, self.total + steps
         self.step(0)
 
     def step(self, steps: int = 1) -> None:
-        """So many more are done."""
+        """This many more steps are done."""
         self.done += steps
         if self._bar is not None:
             self._bar.total = self.total

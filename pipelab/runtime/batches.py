@@ -16,9 +16,9 @@ class Trees(NamedTuple):
 
     flatten    tree -> (leaves, spec)
     unflatten  (leaves, spec) -> tree
-    host       leaf -> its numbers on the host, of whatever type; None if it has none here
-    copy       leaf -> the same in other memory, if it could be written to
-    join       arrays of samples -> one of all of them
+    host       leaf -> its numbers on the host, of any type; None if it has none here
+    copy       leaf -> the same in other memory, if it is writable
+    join       arrays of samples -> one with all of them
     """
 
     flatten: Callable[[Any], tuple[Sequence[Any], Any]]
@@ -28,7 +28,7 @@ class Trees(NamedTuple):
     join: Callable[[Sequence[Any]], Any]
 
     def joined(self, trees: Sequence[Any]) -> Any:
-        """Trees of arrays of samples as one; what has no samples is the first one's."""
+        """Trees of arrays of samples as one; leaves without samples are the first tree's."""
         leaves = zip(*(self.flatten(tree)[0] for tree in trees), strict=True)
         made = [self.join(parts) if _cuttable(parts[0]) else parts[0] for parts in leaves]
         return self.unflatten(made, self.flatten(trees[0])[1])
@@ -38,7 +38,7 @@ class Trees(NamedTuple):
         return self.unflatten([function(leaf) for leaf in leaves], spec)
 
     def digest(self, tree: Any) -> str:
-        """The same in all processes for the same content (by a checksum of 32 bits an array)."""
+        """Equal in all processes for equal content (by a 32-bit checksum per array)."""
         leaves, spec = self.flatten(tree)
         found = [str(spec)]
         for leaf in leaves:
@@ -54,36 +54,37 @@ class Trees(NamedTuple):
 
 
 def kind_of(array: Any) -> str:
-    """An array's type and shape, such as float32 (2, 3), whichever library's it is."""
+    """An array's type and shape, such as float32 (2, 3), for any library."""
     return f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
 
 
 def as_pair(batch: Any, number: int, trees: Trees) -> Any:
-    """A batch as (input, target), with dicts for other mappings; ValueError for what is none.
+    """A batch as (input, target), with dicts for other mappings; ValueError for anything else.
 
-    The "labels" of a mapping are the target, as a Hugging Face data loader means them, and all else
-    is the input. `number` is the batch's, for the message.
+    A mapping's "labels" are the target, as in Hugging Face data loaders, and all else is the input.
+    `number` is the batch's, for the message.
     """
     if isinstance(batch, Mapping):
         inputs = dict(batch)
         if "labels" not in inputs:
             *given, last = (f"b[{key!r}]" for key in (*inputs, "labels")[: max(2, len(inputs))])
             raise ValueError(
-                f"batch {number} is a {type(batch).__name__} of {', '.join(map(str, inputs))}, and "
-                f"no pair: give (input, target), such as (({', '.join(given)}), {last}) for b in "
+                f"batch {number} is a {type(batch).__name__} of {', '.join(map(str, inputs))}, not "
+                f"a pair: give (input, target), such as (({', '.join(given)}), {last}) for b in "
                 "loader; or name the target 'labels'"
             )
         batch = inputs, inputs.pop("labels")
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(f"batch {number} is no pair: give (input, target)")
+        raise ValueError(f"batch {number} is not a pair: give (input, target)")
     return trees.map(lambda x: dict(x) if isinstance(x, Mapping) else x, tuple(batch))
 
 
 def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[Any, Any]]:
     """A batch (input, target) in `pieces` parts, every array cut at the same places.
 
-    Arrays without an axis and other leaves are in every part. ValueError if the arrays differ in
-    their number of samples, or have fewer than parts; `number` is the batch's, for the message.
+    Every part gets arrays without an axis and other leaves. ValueError if the arrays differ in
+    their number of samples, or have fewer samples than parts; `number` is the batch's, for the
+    message.
     """
     leaves, spec = trees.flatten(as_pair(batch, number, trees))
     check_leaves(leaves, f"batch {number}")
@@ -107,14 +108,14 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
         return [samples_from(whole, slice(int(n[0]), int(n[-1]) + 1), trees) for n in numbers]
     except Exception as error:  # such as of a sparse tensor
         raise ValueError(
-            f"batch {number} holds what cannot be cut along its first dimension: give dense arrays"
+            f"batch {number} cannot be cut along its first dimension: give dense arrays"
         ) from error
 
 
 def slices_of(piece: Any, shares: Sequence[float], trees: Trees) -> list[Any]:
     """A piece of a batch in slices of its second axis, the positions of sequences.
 
-    ValueError where arrays differ in their length, or have too few positions.
+    ValueError if arrays differ in length, or have too few positions.
     """
     length = length_of(piece, trees)
     ends = [round(length * end) for end in (0.0, *accumulate(shares))]
@@ -131,7 +132,7 @@ def slices_of(piece: Any, shares: Sequence[float], trees: Trees) -> list[Any]:
 
 
 def length_of(piece: Any, trees: Trees) -> int:
-    """How many positions the sequences of a piece of a batch have."""
+    """The number of positions of the sequences in a piece of a batch."""
     shapes = [tuple(leaf.shape) for leaf in trees.flatten(piece)[0] if _cuttable(leaf)]
     lengths = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
     if len(lengths) != 1 or 0 in lengths:
@@ -148,7 +149,7 @@ def samples_from(batch: Any, place: slice, trees: Trees) -> Any:
 
 
 def check_leaves(leaves: Sequence[Any], where: str) -> None:
-    """ValueError for a container that the library does not open, with the arrays in it."""
+    """ValueError for a container of arrays that the library cannot open."""
     for leaf in leaves:
         if _is_closed(leaf.__class__):
             raise ValueError(
@@ -163,7 +164,7 @@ def _is_closed(kind: type) -> bool:
 
 
 def repeated(batch: Any, times: int, number: int, trees: Trees) -> tuple[Any, Any]:
-    """A batch with every sample this often, whose mean loss is that of the batch."""
+    """A batch with every sample repeated, so the mean loss stays the same."""
 
     def more(leaf: Any) -> Any:
         return leaf[np.repeat(np.arange(len(leaf)), times)] if _cuttable(leaf) else leaf
@@ -172,7 +173,7 @@ def repeated(batch: Any, times: int, number: int, trees: Trees) -> tuple[Any, An
 
 
 def samples_of(piece: Any, trees: Trees) -> int:
-    """How many samples a piece of a batch has."""
+    """The number of samples in a piece of a batch."""
     leaves, _ = trees.flatten(piece)
     return next(len(leaf) for leaf in leaves if _cuttable(leaf))
 
@@ -182,10 +183,10 @@ def _cuttable(leaf: Any) -> bool:
 
 
 class Data(Sequence):
-    """Those batches of a sequence that have these numbers, each read when it is first asked for.
+    """The batches of a sequence with these numbers, each read on first use.
 
     They are kept, as copies: a data set may draw anew at each access, or read the next batch into
-    the same memory, and the run and its reference have to be of the same data.
+    the same memory, but the run and its reference need the same data.
     """
 
     def __init__(self, batches: Any, numbers: range, trees: Trees) -> None:

@@ -9,7 +9,7 @@ ROUNDS = 20
 
 
 def behind(ask: Callable[[], float]) -> float:
-    """Seconds to add to `time.perf_counter` to read the other clock, whose time `ask` asks for.
+    """Seconds to add to `time.perf_counter` to read the other clock, which `ask` returns.
 
     Asks ROUNDS times, takes the quickest answer, and assumes that the other clock was read halfway
     (Cristian 1989): wrong by at most half of that round trip.
@@ -25,6 +25,6 @@ def behind(ask: Callable[[], float]) -> float:
 
 
 def host() -> str:
-    """Names this boot of this machine: processes and containers on it share its clock."""
+    """A name for this boot of this machine; its processes and containers share a clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else str(getnode())

@@ -1,4 +1,4 @@
-"""The launcher of processes that something else has started, and that all make the same call."""
+"""The launcher for processes that something else started, and that all make the same call."""
 
 import math
 import time
@@ -22,18 +22,18 @@ STARTING = 300.0  # seconds that others may take for what comes before actions, 
 
 
 class Cluster(Threads):
-    """This process, number `me` of `count`. The same in all: ValueError if they call differently.
+    """This process, number `me` of `count`. All must make the same call, else ValueError.
 
-    Each does its rows in threads. When one fails, or no action ends anywhere within `timeout`
-    seconds, all raise one RunError. What they tell each other is left under names, in the store
-    in which they have met.
+    Each runs its rows in threads. When one fails, or no action ends anywhere within `timeout`
+    seconds, all raise one RunError. They exchange values by name, in the store where they met.
 
-    refusal   the error where they are not given the same
+    refusal   the error if their arguments differ
     meetings  of this process, so far
     here      says where this process is
-    places    where all are, `since` when; if that stays for `patience` seconds, they hang
+    places    where all are, and `since` when; without a change for `patience` seconds, they hang
     failure   of one of them, which all raise
-    due       when this process is lost without a further call; never, once it has raised that
+    due       when this process is lost unless it makes another call; never, once it has raised the
+              failure
     over      set when this process leaves; then its `threads` end
     """
 
@@ -67,15 +67,15 @@ class Cluster(Threads):
 
     @abstractmethod
     def take(self, name: str, seconds: float) -> Any:
-        """A value as soon as it is there. TimeoutError if it does not come within so long."""
+        """A value as soon as it is there. TimeoutError if it does not come in time."""
 
     @abstractmethod
     def look(self, names: Sequence[str], perhaps: str) -> list[Any]:
-        """The latest values of these, which are there, and of one that may be."""
+        """The latest values of these, which must exist, and of one that may exist."""
 
     @abstractmethod
     def drop(self, name: str) -> None:
-        """Take a value back, if it is there."""
+        """Remove a value, if it is there."""
 
     # ---- a run
 
@@ -103,8 +103,8 @@ class Cluster(Threads):
         for number, call in enumerate(calls):
             if call != calls[0]:
                 raise ValueError(
-                    f"process {number} runs another schedule than process 0: "
-                    "call run with the same one in all"
+                    f"process {number} runs a different schedule from process 0: call run with the "
+                    "same one in all"
                 )
         self.far = [n for n in range(self.count) if hosts[n] != hosts[0]]
         self.patience = max(self.timeout, STARTING)
@@ -194,9 +194,9 @@ class Cluster(Threads):
             others = [number for number in known if known[number] != known[min(known)]]
             if others:
                 raise self.refusal(
-                    f"{name} is not the same in process {min(known)} and process {others[0]}: make "
-                    "the same call in all, with start weights of one seed, and whole batches in "
-                    "the same order: no shards, one seed for shuffling and for random changes"
+                    f"{name} differs between process {min(known)} and process {others[0]}: make "
+                    "the same call in all, with start weights from one seed, and whole batches in "
+                    "the same order: no shards, one seed for shuffling and augmentation"
                 )
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
@@ -218,7 +218,7 @@ class Cluster(Threads):
         self.drop(f"{self.meeting}/{self._given - 8}/{self.me}")
 
     def _heard(self, number: int, call: str, early: bool = False) -> Any:
-        """The value that a process, by its number, tells for this call; waits for it.
+        """The value from a process, by its number, for this call; waits for it.
 
         `refusal` if that one makes another call. call, early: see `share`.
         """
@@ -239,8 +239,8 @@ class Cluster(Threads):
                 self.give(f"{self.meeting}/{self._given}/{self.me}", None)
                 self._given -= 1
                 raise self.refusal(
-                    f"process {number} is at {others}, and process {self.me} at {call}: "
-                    "make the same calls in all"
+                    f"process {number} is at {others}, but process {self.me} at {call}: make the "
+                    "same calls in all"
                 )
             self.watch()
             time.sleep(LOOK / 10)
@@ -260,13 +260,13 @@ class Cluster(Threads):
     def _not_called(self, number: int) -> RunError:
         return RunError(
             f"process {number} has not made the call within {self.timeout:g} s: make it in all "
-            "processes, or give it longer (timeout=)"
+            "processes, or allow more time (timeout=)"
         )
 
     # ---- how far the others are
 
     def watch(self) -> None:
-        """RunError if one has failed, or none gets on."""
+        """RunError if one has failed, or none makes progress."""
         if self.failure:
             raise self.failure
         if time.monotonic() - self.since > self.patience:
@@ -293,10 +293,10 @@ class Cluster(Threads):
         return RunError(f"process {number} disconnected; it was at: {self.places[number]}")
 
     def _unheard(self, error: Lost) -> RunError:
-        return RunError(f"process {self.me} does not hear the others: {error}")
+        return RunError(f"process {self.me} cannot reach the others: {error}")
 
     def in_time(self, call: Callable[[], None]) -> None:
-        """Make a call of the store, but do not wait for one that hangs."""
+        """Call the store, but do not wait for a call that hangs."""
         begun(call).join(LEAVING)
 
     def _agreed(self, error: RunError) -> RunError:
@@ -315,7 +315,7 @@ class Cluster(Threads):
 
 
 def begun(call: Callable[..., None], *given: Any) -> Thread:
-    """A thread for what may hang."""
+    """A thread for work that may hang."""
     thread = Thread(target=call, args=given, daemon=True)
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, and never over anything that was there."""
+"""Folders that are written whole or not at all, and never over existing files."""
 
 import re
 import shutil
@@ -12,8 +12,8 @@ from uuid import uuid4
 def draft_of(folder: Path, first: bool = True, token: str = "") -> Iterator[Path]:
     """A place for ranks to write to: the folder, once all have; nothing is left if one fails.
 
-    first  whether this rank is the one that makes it the folder
-    token  makes the place this save's alone; the same for all of its ranks
+    first  whether this rank turns it into the folder
+    token  makes the place unique to this save; the same for all its ranks
     """
     draft = folder.with_name(f".{folder.name}.{token or uuid4().hex[:8]}.draft")
     with made(draft.parent):
@@ -33,7 +33,7 @@ def draft_of(folder: Path, first: bool = True, token: str = "") -> Iterator[Path
 
 @contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """The folder, with those above it; of those that were missing the empty ones go afterwards."""
+    """The folder, with its parents; new ones that stay empty are removed afterwards."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def made(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A context whose OSError names the path; of a draft what it is of, as a caller knows it."""
+    """A context whose OSError names the path; for a draft, the folder that the caller knows."""
     try:
         yield
     except OSError as error:

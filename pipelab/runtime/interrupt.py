@@ -1,7 +1,7 @@
-"""Ctrl-C where an exception would do harm; and what else ends a command, as Ctrl-C does.
+"""Ctrl-C where an exception would do harm, and other signals that end a command.
 
-This is the first module of the package that is imported: where that is for the command line, Ctrl-C
-ends the process at once, without a traceback of imports, until the command calls `allow`.
+The package imports this module first. For the command line, Ctrl-C then ends the process at once,
+without a traceback of imports, until the command calls `allow`.
 """
 
 import os
@@ -17,7 +17,7 @@ class Noted:
     """A context in which Ctrl-C raises no KeyboardInterrupt: `seen` says whether there was one.
 
     For imports, which may swallow a KeyboardInterrupt or stay half-made, and for work in another
-    thread that has to be told to stop.
+    thread that must be told to stop.
 
     once  whether a second one is raised
     """
@@ -50,7 +50,7 @@ class Noted:
 def imports_whole() -> Iterator[None]:
     """A context for imports: Ctrl-C meanwhile is raised when they are done.
 
-    One that is broken off leaves modules half-made, and a traceback of dozens of lines.
+    An interrupted import leaves modules half-made, and a traceback of dozens of lines.
     """
     with Noted() as interrupts:
         yield
@@ -69,7 +69,7 @@ def leave(*signal_and_frame: object) -> None:
 def allow() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, once the command is loaded.
 
-    So do `kill` and the end of a terminal: what the command has begun is cleaned up.
+    So do `kill` and the end of a terminal: the command can clean up.
     """
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)

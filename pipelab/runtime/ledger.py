@@ -1,11 +1,11 @@
-"""The account of a device's memory: what is kept from forwards for their backwards."""
+"""The account of a device's memory kept from forwards for their backwards."""
 
 from collections.abc import Hashable
 from threading import Lock
 
 
 class Ledger:
-    """Bytes of the activations kept on a device; what several micro-batches hold counts once.
+    """Bytes of the activations kept on a device; memory held by several micro-batches counts once.
 
     held   now
     most   since `most` was last set
@@ -19,7 +19,7 @@ class Ledger:
         self._lock = Lock()  # a forward and a backward may overlap
 
     def hold(self, key: Hashable, blocks: dict[int, int]) -> None:
-        """Count blocks of memory, {address: bytes}, for `key`, which has to keep them alive."""
+        """Count blocks of memory, {address: bytes}, for `key`, which must keep them alive."""
         with self._lock:
             mine = self._blocks.setdefault(key, {})
             for block, size in blocks.items():
@@ -33,7 +33,7 @@ class Ledger:
             self.most = max(self.most, self.held)
 
     def drop(self, key: Hashable) -> None:
-        """`key` holds nothing any more."""
+        """`key` no longer holds anything."""
         with self._lock:
             for block in self._blocks.pop(key, {}):
                 # A block is free when the last of those who hold it lets go.

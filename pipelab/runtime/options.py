@@ -13,16 +13,16 @@ REFERENCES = ("batches", "microbatches")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `run`, which documents them, beside its schedule, stages and batches.
+    """The arguments of `run`, which documents them, except its schedule, stages and batches.
 
-    ValueError, with the remedy, for a value that no run can have. A library's `Wing` replaces those
-    that stand for what is found at the caller's, such as `autocast` and `seed`.
+    ValueError, with the remedy, for an invalid value. A library's `Wing` replaces those that
+    default to the caller's context, such as `autocast` and `seed`.
 
     check, save  whether anything will be judged or kept, which shows early whether that is
                  possible; `Session.run` is told of each segment whether and where
-    training     whether there are updates. If not, there is no optimizer, and all orders only
-                 evaluate; if so, some may, as in `Trainer.evaluate`
-    endless      whether the training goes on after the table's last batch
+    training     whether there are updates. If not, there is no optimizer, and all orders evaluate;
+                 if so, some may, as in `Trainer.evaluate`
+    endless      whether the training continues after the table's last batch
     """
 
     loss: Callable[[Any, Any], Any]
@@ -56,13 +56,13 @@ class Options:
             ("pace", _above(0, self.pace), "the seconds of one cost unit, such as 0.005"),
             ("timeout", _above(0, self.timeout), "seconds, a number above 0"),
             ("clip", _above(0, self.clip), "the largest norm, a number above 0"),
-            ("tolerance", _above(0.999, self.tolerance), "how many times its rounding, at least 1"),
+            ("tolerance", _above(0.999, self.tolerance), "a multiple of the rounding, at least 1"),
         ):
             if not fits:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give {remedy}")
 
     def refuse(self, *names: str) -> None:
-        """ValueError if one of these is not as it is by default."""
+        """ValueError if one of these is not at its default."""
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in names and value != option.default:

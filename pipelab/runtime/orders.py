@@ -1,4 +1,4 @@
-"""What a rank is told, and what it answers: an `Order` for its worker, whose `Outcome` comes back.
+"""What a rank is told, and what it answers: an `Order` for its worker, which returns an `Outcome`.
 
 Micro-batches, updates and weight versions are numbered through the whole training.
 """
@@ -13,11 +13,11 @@ from pipelab.table.action import Action
 
 @dataclass
 class MicroBatch:
-    """What a stage is told of a micro-batch.
+    """What a stage needs to know about a micro-batch.
 
     version    the weights that it reads
-    update     the one that its gradient is for
-    batch      that it is a part of
+    update     the one that takes its gradient
+    batch      its batch
     recompute  whether its forward runs again before its backward
     x          on the first stage, the data
     target     on the last stage
@@ -37,23 +37,23 @@ class MicroBatch:
 
 @dataclass(kw_only=True)
 class Order:
-    """What the worker of a rank is to do next.
+    """What the worker of a rank does next.
 
     actions       of its row
     overlapped    those of them that overlap with the one before
     microbatches  by stage and number, those that are new to it
-    later         by stage, the versions that are read after these micro-batches: they are kept
-    unit          what counts are divided by where they weigh gradients, on the last stage: about
-                  the samples of one, so that float16 can hold it; a power of two, which rounds
-                  nothing; the same in all replicas
-    paces         of a paced run: the seconds of every action, and of its input's way
+    later         by stage, the versions to keep for later micro-batches
+    unit          the last stage divides counts by it to weigh gradients: about the samples of one
+                  micro-batch, so float16 can hold them; a power of two, which does not round; the
+                  same in all replicas
+    paces         of a paced run: the seconds of every action, and of its input's transfer
     training      else the forwards only evaluate
     keep          whether to keep gradients and weights of every update, for the check
-    report        whether to say all that an `Outcome` has, and not the losses alone
-    state         whether to say what the stages go on from
+    report        whether to return a full `Outcome`, not only the losses
+    state         whether to return the stages' states
     save          where to write that to
     metrics       of an evaluation, by name: (output, target) -> a mean, or it and its count
-    outputs       of an evaluation: whether to give back the model's
+    outputs       of an evaluation: whether to return the model's
     """
 
     actions: Sequence[Action] = ()
@@ -72,11 +72,11 @@ class Order:
 
 
 class Update(NamedTuple):
-    """What is told of a stage's update.
+    """What is reported about a stage's update.
 
-    square  the squared norm of its gradient, before it was clipped; of tied weights one stage's
-    rates   the learning rate of each parameter group that has weights; nothing where the library
-            does not tell
+    square  the squared norm of its gradient before clipping; tied weights count on one stage
+    rates   the learning rate of each parameter group that has weights; empty if the library does
+            not tell
     """
 
     square: float
@@ -84,14 +84,14 @@ class Update(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The effect of an update on a stage: the gradients it stepped with and the weights it made."""
+    """The effect of an update on a stage: the gradients it used and the weights it made."""
 
     gradients: dict[str, Any]
     weights: dict[str, Any]
 
 
 class Bytes(NamedTuple):
-    """The memory besides activations: the latest weights, more versions of them, and so on."""
+    """Memory other than activations: the latest weights, older versions, and so on."""
 
     weights: int
     versions: int
@@ -111,7 +111,7 @@ class Record:
     most, held  activation bytes, the most during the action and after it
     kept        other bytes after it
     versions    kept of the action's stage
-    late        paced: how many actions took longer than they should
+    late        paced: how many actions took longer than predicted
     """
 
     start: list[Any] = field(default_factory=list)
@@ -131,15 +131,15 @@ class Outcome:
     """The result of a rank's order.
 
     losses   (mean, count) by micro-batch, from the rank with the last stage
-    metrics  of an evaluation the same, by name, or why there is none; `outputs`: the model's, on
+    metrics  of an evaluation the same, by name, or why there are none; `outputs`: the model's, on
              the host
     updates  by stage and number
-    record   what its worker saw
-    steps    by stage, what each update did
+    record   its worker's record
+    steps    by stage, the effect of each update
     weights  by stage, trained
-    unsplit  by stage, if there are any: see `Run`
-    states   by stage, what it goes on from
-    unsaved  why no checkpoint of them could be written, if it could not
+    unsplit  by stage, if any: see `Run`
+    states   by stage, what training continues from
+    unsaved  why their checkpoint could not be written, if so
     """
 
     row: int
@@ -157,5 +157,5 @@ class Outcome:
 
 
 def by_stage(outcomes: Iterable[Outcome], name: str, replica: int = 0) -> dict[int, Any]:
-    """What the outcomes of a replica have under this name, such as "weights", of all its stages."""
+    """A replica's outcomes under this name, such as "weights", for all its stages."""
     return {s: of for o in outcomes if o.replica == replica for s, of in getattr(o, name).items()}

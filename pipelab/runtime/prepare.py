@@ -1,4 +1,4 @@
-"""What a run needs to know of its table and data, whichever library computes it."""
+"""What a run needs to know of its table and data, for any library."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from pipelab.table.transform import fewer
 
 
 class Offset(NamedTuple):
-    """What is done of a training before a table: added to its numbers, they are the training's."""
+    """The part of a training before a table; add it to the table's numbers for the training's."""
 
     microbatches: int
     updates: int
 
     @classmethod
     def of(cls, schedule: Schedule, batches: int) -> "Offset":
-        """That many batches, which end with their updates."""
+        """This many batches, which end with their updates."""
         microbatches = batches * schedule.microbatches
         return cls(microbatches, microbatches // schedule.per_update)
 
@@ -38,7 +38,7 @@ class Offset(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a training, between two times at which the pipeline is empty.
+    """A part of a training between two times when the pipeline is empty.
 
     whole   the table of the training
     begun   batches of the table that are done before; `end` afterwards
@@ -98,13 +98,13 @@ class Segment:
 
 
 def check_table(schedule: Schedule, stages: int, batches: int, training: bool) -> None:
-    """ValueError if the table cannot be run with so many stages and batches."""
+    """ValueError if the table cannot run with this many stages and batches."""
     name = schedule.name
     for refused, text in (
         (
             schedule.has_transfers,
-            f"{name} has its transfers written out; run the table without them: executors post "
-            "their own",
+            f"{name} has its transfers written out, but executors post their own; run the table "
+            "without them",
         ),
         (
             stages != schedule.model_stages,
@@ -125,9 +125,9 @@ def check_table(schedule: Schedule, stages: int, batches: int, training: bool) -
 def find_partners(
     schedule: Schedule, ties: Sequence[set[int]], clip: float | None
 ) -> dict[int, list[int]]:
-    """By stage, the stages whose news its updates wait for, if there are any.
+    """By stage, the stages whose news its updates wait for, if any.
 
-    All for a common norm, else those with the same tied weights. ValueError where such a wait would
+    All for a common norm, else those with the same tied weights. ValueError if such a wait would
     never end.
     """
     # [1] whose news each stage waits for
@@ -156,7 +156,7 @@ def find_partners(
 def seed_for(seed: int, stage: int, piece: int) -> np.uint32:
     """The seed of a stage's forward of a piece of the data, by its number in the training.
 
-    It does not depend on where a training was stopped and resumed.
+    It does not depend on where a training stopped and resumed.
     """
     # By stage and piece: neither order nor device changes what is drawn. Neighbours draw nothing
     # alike, since the numbers are hashed.
@@ -164,13 +164,13 @@ def seed_for(seed: int, stage: int, piece: int) -> np.uint32:
 
 
 def unit_of(data: Data, pieces: int) -> int:
-    """The unit of counts for batches like the first of these, in so many pieces each."""
+    """The unit of counts for batches like the first of these, cut into this many pieces."""
     smallest = data.pieces(pieces, slice(-1, None))[0]
     return 1 << samples_of(smallest, data.trees).bit_length()
 
 
 class Workload(NamedTuple):
-    """What ranks do next of a training, numbered through it.
+    """What ranks do next in a training, numbered through it.
 
     rows     actions; `overlapped`: those that overlap with the one before
     version  (stage, micro-batch) -> the weight version that it reads
@@ -194,7 +194,7 @@ def microbatches_of(
     replica: int,
     options: Options,
 ) -> dict[int, dict[int, MicroBatch]]:
-    """The micro-batches of a row's stages, by number; only the ends of the model read the data."""
+    """The micro-batches of a row's stages, by number; only the model's ends read the data."""
     m, count, replicas = table.microbatches, work.pieces, options.replicas
     every = [b * m + k for b in data.numbers for k in range(count)]
     own = [s for s, d in enumerate(table.placement) if d == row]
@@ -240,7 +240,7 @@ def _counted(piece: Any, table: Schedule, trees: Trees) -> int:
 
 
 def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]]]:
-    """By row, the predicted seconds that a paced run is slowed down to; nothing for others."""
+    """By row, the predicted seconds that a paced run slows down to; empty for others."""
     if options.pace is None:
         return []
     costs = (options.costs or Costs(recompute=options.recompute)).of_copies(table)

@@ -30,23 +30,23 @@ class Run:
 
     timeline           measured spans, seconds since the run began (of the first replica)
     losses             one per batch: the mean over the whole batch
-    microbatch_losses  one per micro-batch, in the order of the data; of one that counts nothing
-                       whatever the loss gave, such as nan: `losses` leave it out
+    microbatch_losses  one per micro-batch, in the order of the data; one that counts nothing may be
+                       anything, such as nan: `losses` leave it out
     memory             measured bytes over time, by cause (of the first replica)
-    weights            the trained weights, a state dict per stage; nothing of an evaluation, and on
-                       ranks of several machines of the rank's own stages
-    weight_versions    per device, the most versions of a stage's weights that were kept at one
-                       time, by their storages
-    check              the verdict against the reference, or None if it was switched off
+    weights            the trained weights, a state dict per stage; empty for an evaluation; on
+                       several machines, a rank has its own stages'
+    weight_versions    per device, the most versions of a stage's weights kept at one time, by their
+                       storages
+    check              the verdict against the reference, or None without a check
     replicas           measured spans of every replica
-    records            what each device noted of the first replica
-    counts             one per micro-batch: what its loss is the mean of, such as samples or tokens
+    records            what each device of the first replica recorded
+    counts             one per micro-batch: how many samples or tokens its loss is the mean of
     metrics            of a Trainer's evaluation, per micro-batch: (mean, count) by name;
                        `outputs`: the model's
-    norms              per update, of the whole gradient, before it was clipped
-    rates              per update, the learning rates: of each parameter group of the first stage
-                       that trains any weights; nothing with jax, whose optimizers do not tell
-    unsplit            {stage: {weight: why}}: gradients of weights that I computed, not W
+    norms              per update, of the whole gradient, before clipping
+    rates              per update, the learning rate of each parameter group of the first stage with
+                       trained weights; empty with jax, whose optimizers do not tell
+    unsplit            {stage: {weight: why}}: weights whose gradients I computed instead of W
     """
 
     timeline: Timeline
@@ -66,7 +66,7 @@ class Run:
 
     @cached_property
     def memory(self) -> Memory:
-        """Measured bytes over time, worked out when it is first asked for."""
+        """Measured bytes over time, computed on first use."""
         return memory_of(self.replicas[0], self.records)
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -
 def norms_and_rates(
     updates: Mapping[int, Mapping[int, Update]], count: int
 ) -> tuple[list[float], list[Sequence[float]]]:
-    """Of the last `count` updates that all stages have made: see `Run`.
+    """For the last `count` updates that all stages have made: see `Run`.
 
     updates  by stage and number
     """
@@ -156,10 +156,10 @@ def timeline_of(table: Schedule, records: Sequence[Record], paced: bool) -> Time
 
 
 def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
-    """Steps of memory: what an action takes counts from its start, what it gives back from its end.
+    """Steps of memory: an action takes memory at its start, and frees it at its end.
 
-    Activations between the two as the most that was held; an input from its arrival to its action's
-    start as a buffer.
+    In between, activations count as the most that was held; an input is a buffer from its arrival
+    to its action's start.
     """
     first, bounds, joined = min(timeline.start), timeline.schedule.bounds, timeline.schedule.joined
     steps: list[MemoryStep] = []

@@ -46,75 +46,73 @@ def run(
     """Train `stages` on `batches` in the order that the schedule says, one worker per device.
 
     stages     one module per stage. They are copied: `Run.weights` has the trained weights. A
-               weight that several stages have is tied: its gradients are added up (only with a
-               flush). Each module trains or evaluates as its `training` says. For jax: nnx modules,
-               or pairs of a linen module or a function (parameters, x) -> y and its parameters
+               weight in several stages is tied: its gradients are added up (only with a flush). A
+               module's `training` says whether it trains or evaluates. For jax: nnx modules, or
+               pairs of a linen module or a function (parameters, x) -> y and its parameters
     batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into
-               micro-batches along dimension 0; sizes may be uneven. Of a mapping, such as Hugging
-               Face's loaders give, the "labels" are the target. Any sequence: on several
-               machines only ranks with the first or the last stage, and rank 0 for the check, read
-               it (with jax all do the first batch)
+               micro-batches along dimension 0; sizes may be uneven. In a mapping, as from Hugging
+               Face's loaders, the "labels" are the target. Any sequence works. On several machines
+               only ranks with the first or the last stage, and rank 0 for the check, read it (with
+               jax all read the first batch)
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the
                mean of)
     optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate
-               schedulers, which step after each update; called once per stage. One whose argument
-               is called named_parameters is given pairs (name, parameter), such as 3.norm.weight:
-               the layer's number in the model, and its name in the layer. For jax: an optax
-               transformation. It sees one stage: for a norm over all of them there is `clip`, not
+               schedulers, which step after each update; called once per stage. If its argument is
+               called named_parameters, it gets pairs (name, parameter), such as 3.norm.weight: the
+               layer's number in the model, and the name in the layer. For jax: an optax
+               transformation. It sees one stage: for a norm over all of them use `clip`, not
                optax.clip_by_global_norm
     backend    "threads" of this process, or "processes" of this machine, one a device (messages
-               over gloo). Default: threads; in a process that torchrun or another launcher
-               started, that process is one of the ranks (messages over gloo, or NCCL where every
-               rank has a GPU of its own). "jax": threads, with jitted stages; after
-               jax.distributed.initialize, over all processes, which all make this call. Its
-               heartbeat_timeout_seconds (100) has to be above `timeout`: a process that hangs is
-               ended by it, without a RunError
+               over gloo). Default: threads; a process started by torchrun or another launcher is
+               one of the ranks (messages over gloo, or NCCL if every rank has its own GPU). "jax":
+               threads, with jitted stages; after jax.distributed.initialize, over all processes,
+               which all make this call. Its heartbeat_timeout_seconds (100) must be above
+               `timeout`: it ends a process that hangs, without a RunError
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its
                own CUDA stream); one name for all; "cuda:0/4" is four parts of that GPU, in turn
                (see `pipelab.parts`); default: the GPUs in turn if there are any, else the CPU. For
                jax: such as ["cpu:0", "cpu:1"], or jax.devices(), taken in turn
     replicas   this many pipelines train together, each on its share of every batch; needs a
                schedule with a flush
-    recompute  when a backward first runs its forward again: never, except_last or always; or the
-               micro-batches of every batch that do, by number: [0, 1]
-    clip       the largest norm of a step's gradient: over all stages for a flush schedule, per
-               stage without a flush (2BW, one batch of it too; tables whose updates come before the
-               batch's end)
+    recompute  when a backward first runs its forward again: never, except_last or always; or for
+               which micro-batches of every batch, by number: [0, 1]
+    clip       the largest norm of a step's gradient: over all stages with a flush, per stage
+               without one (2BW, even one batch of it; tables with updates before the batch's end)
     autocast   torch.bfloat16 for mixed precision; default: as in the caller's torch.autocast
     seed       of the random numbers that forwards draw: each stage and micro-batch has its own, so
-               that recomputation and the reference draw the same. Default: torch's; whether a stage
-               draws then shows in its first forward (give a seed for one that draws later only).
-               They come from torch's default generator, which is put back afterwards: other threads
-               of the caller's may not draw from it meanwhile (give them a torch.Generator)
-    finite     whether a loss that is nan or inf ends the run
-    pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a
+               recomputation and the reference draw the same. Default: torch's; a stage's first
+               forward then shows whether it draws (give a seed if it only draws later). They come
+               from torch's default generator, which is restored afterwards: the caller's other
+               threads must not draw from it meanwhile (give them a torch.Generator)
+    finite     whether a loss of nan or inf ends the run
+    pace       seconds per unit of `costs`: slow down to the predicted times, to show the order on a
                machine with few cores
-    check      compare every loss, gradient and weight with a reference on one device, in the run's
-               precision, and in float64 in the first update and wherever the two differ in more
-               than the last digit. "quick": in the run's precision alone. False: not at all
-    reference  what it computes at once where the update rule allows it: whole "batches", as on one
-               device, or "microbatches", as the run does. That is for a loss or a stage that
-               couples samples on purpose (load balancing, a batch norm of one's own): it trains
-               another model if the batch is cut
-    tolerance  how many times further from the reference than rounding explains a tensor may be;
-               default 3
+    check      compare every loss, gradient and weight with a reference on one device in the run's
+               precision, and in float64 for the first update and wherever the two differ in more
+               than the last digit. "quick": only in the run's precision. False: no check
+    reference  what it computes at once if the update rule allows it: whole "batches", as on one
+               device, or "microbatches", as in the run. The latter is for a loss or a stage that
+               couples samples on purpose (load balancing, your own batch norm) and so trains a
+               different model if the batch is cut
+    tolerance  the largest distance of a tensor from the reference, in multiples of what rounding
+               explains; default 3
     save       a new or empty folder (that all ranks see) for a checkpoint afterwards; with `stop`,
-               after that many batches. Where it cannot be written, the error's `run` is what
-               would have been returned, without the check
-    resume     a checkpoint to go on from: the same stages and batches; without a flush also the
-               same schedule. Bit for bit the run that was not stopped: with the optimizer's
-               settings of then (a warning names another learning rate). With a flush also other
-               stages, if they are nn.Sequentials of the same layers: in another number, or cut
-               elsewhere, equal but for rounding (dropout then draws other numbers)
-    timeout    processes: seconds without the end of any action after which the run is given up
+               after that many batches. If it cannot be written, the error's `run` is the result,
+               without the check
+    resume     a checkpoint to continue from: the same stages and batches; without a flush also the
+               same schedule. It equals the uninterrupted run bit for bit, with the saved settings
+               of the optimizer (a warning names a different learning rate). With a flush, stages
+               that are nn.Sequentials of the same layers may be cut differently; results are then
+               equal up to rounding (dropout draws different numbers)
+    timeout    processes: seconds without the end of any action until the run fails
 
     `Trainer` does the same batch by batch, without an end.
 
-    Layers that normalize over a batch (BatchNorm) see micro-batches: that trains another model than
-    whole batches do, and the reference follows it without being told.
+    Layers that normalize over a batch (BatchNorm) see micro-batches: that trains a different model
+    from whole batches, and the reference follows it on its own.
 
-    With jax there are no replicas, no autocast (choose the parameters' type), no tied weights, no
-    dumps and no checkpoints.
+    jax does not support replicas, autocast (choose the parameters' type), tied weights, dumps or
+    checkpoints.
 
     Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it,
     and RunError when a stage fails, with its device, its action and its own traceback as the cause.
@@ -161,9 +159,9 @@ def evaluate(
     tolerance: float | None = None,
     timeout: float = 60.0,
 ) -> Run:
-    """Go forward without training: losses, times and memory of the forwards alone, no graphs.
+    """Run only the forwards: their losses, times and memory, without graphs.
 
-    Modules are in evaluation mode. Arguments as for `run`. To evaluate trained weights, load
+    Modules are in evaluation mode. Arguments are as for `run`. To evaluate trained weights, load
     `Run.weights` into the stages first (load_state_dict).
 
     Raises as `run` does.
@@ -185,11 +183,11 @@ def evaluate(
 
 
 def check_sequence(batches: Any) -> None:
-    """ValueError for what has no length, or no batches by their numbers."""
+    """ValueError for batches without a length, or without access by number."""
     if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
         raise ValueError(
-            f"batches is a {type(batches).__name__}: give a list, such as list(loader), or what "
-            "has a length and []; a Trainer reads any"
+            f"batches is a {type(batches).__name__}: give a list, such as list(loader), or an "
+            "object with a length and []; a Trainer reads any iterable"
         )
 
 
@@ -205,7 +203,7 @@ def _segment(session: Session, options: Options) -> Segment:
 
 
 def new_folder(name: str, folder: str | Path | None) -> Path | None:
-    """Where to write: a folder that is new or empty. ValueError otherwise."""
+    """The folder to write to, which must be new or empty, else ValueError."""
     if folder is None:
         return None
     path = Path(folder).resolve()

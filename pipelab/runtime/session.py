@@ -1,7 +1,7 @@
-"""One training or evaluation: ranks that stay, and what they are told, whichever library computes.
+"""One training or evaluation: ranks that stay, and their orders, for any library.
 
-That comes as a `Wing`. A part of a table is carried out, and judged, by `Session.run`; a `Trainer`
-gives orders one after another.
+The library comes as a `Wing`. `Session.run` executes and judges a part of a table; a `Trainer`
+gives orders one by one.
 """
 
 import time
@@ -40,24 +40,24 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class Wing(ABC):
-    """One library's part in a run: its stages, looked at, and who carries out their jobs.
+    """One library's part in a run: its stages, checked, and the launcher of their jobs.
 
-    The constructor refuses what the library cannot run, and reads a checkpoint to go on from.
+    The constructor rejects what the library cannot run, and reads a checkpoint to continue from.
 
-    optimizer    a method that what `run` takes for one has, and what that is
+    optimizer    a method that `run`'s optimizer must have, and the remedy
     trees        how it takes batches apart
     looks        whether `look_at` needs the first batch, in every process
     draws_alike  whether float64 draws the same random numbers as the run's precision
-    options      those given, with the seed and the precision that are found at the caller's
-    schedule     of the training, or how it goes on
+    options      those given, with the caller's seed and precision filled in
+    schedule     of the training, or how it continues
     begun        batches that are done
-    start        by stage, what a checkpoint holds of it, where training goes on from one
+    start        by stage, its state in the checkpoint that training continues from, if any
     launcher     who carries out the jobs
     devices      of the rows
-    draws        whether forwards are known to draw random numbers, where `options` has a seed for
+    draws        whether forwards are known to draw random numbers, if `options` has a seed for
                  them; else the first ones show it
     ties         per stage, the weights that other stages have too: name -> number of the tie
-    owner        of checkpoints: the training that keeps them in its folder, if there is one
+    owner        of checkpoints: the training that keeps them in its folder, if any
     """
 
     optimizer = "__call__", "a factory, such as torch.optim.SGD"
@@ -77,7 +77,7 @@ class Wing(ABC):
 
     @classmethod
     def context(cls) -> AbstractContextManager:
-        """The context of all work, whatever the caller is in."""
+        """The context of all work, independent of the caller's."""
         return nullcontext()
 
     @abstractmethod
@@ -88,16 +88,16 @@ class Wing(ABC):
     def arithmetic(self, wide: bool, first: int, start: Sequence[Any]) -> Arithmetic:
         """The reference's arithmetic, in float64 (`wide`) or as the run computes.
 
-        start  by stage, what training goes on from, if that is not the beginning; `first` is the
-               latest version there
+        start  by stage, the state that training continues from, if not the beginning; `first` is
+               its latest version
         """
 
     def size(self) -> tuple[int, int]:
-        """Bytes of all weights, tied ones once, and how many numbers they are."""
+        """Bytes of all weights, tied ones once, and how many numbers they hold."""
         return 0, 0
 
     def free(self) -> float:
-        """Bytes that can still be taken where the check computes; inf if that is not known."""
+        """Free bytes where the check computes; inf if unknown."""
         free = inf
         with suppress(OSError, ValueError, KeyError):  # of the host: Linux tells
             lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -108,7 +108,7 @@ class Wing(ABC):
         return free
 
     def needed(self, updates: int) -> int:
-        """Bytes that a check of so many updates takes beside what forwards keep.
+        """Bytes that a check of this many updates takes, without what forwards keep.
 
         A weight's own for its gradient and its new value in each update; and at most either 24 for
         float64's weight and its gradients of the whole batch and of its parts, or 16 with the
@@ -120,32 +120,32 @@ class Wing(ABC):
         return kept + max(24 * count, 3 * size + 16 * count)
 
     def check_optimizer(self) -> None:  # noqa: B027
-        """Refuse an optimizer that cannot step each stage alone, if the library can tell."""
+        """Reject an optimizer that cannot step each stage alone, if the library can tell."""
 
     def check_caller(self) -> None:  # noqa: B027
-        """Refuse a caller's context that is another one than the training was made for."""
+        """Reject a caller's context that differs from the training's."""
 
     def look_at(self, batches: Sequence[Any]) -> None:  # noqa: B027
-        """A look at the data, for what the jobs need to know beforehand."""
+        """Look at the data for what the jobs need to know beforehand."""
 
     @abstractmethod
     def digests(self) -> dict[str, str | None]:
-        """Digests of what all processes must be given alike, by what they are of."""
+        """Digests, by name, of what must be equal in all processes."""
 
     def saving(self, folder: Path | None, done: int) -> AbstractContextManager:
-        """A context in which ranks write to the folder's draft, which it gives.
+        """A context that yields the folder's draft, for ranks to write to.
 
-        When it is left, `done` batches are, and the checkpoint is kept.
+        At its end, `done` batches are done, and the checkpoint is kept.
         """
         if folder:
             raise ValueError(
-                f"no checkpoints with backend={self.options.backend!r}: take `weights`"
+                f"backend={self.options.backend!r} does not support checkpoints: save `weights`"
             )
         return nullcontext()
 
     @classmethod
     def index(cls, folder: Path) -> Any:
-        """The description of a checkpoint. ValueError for a folder that holds none."""
+        """The description of a checkpoint. ValueError for a folder without one."""
         raise NotImplementedError
 
     def saved(self, folder: Path) -> Sequence[Any]:
@@ -165,13 +165,13 @@ class Wing(ABC):
 
 
 class Session(AbstractContextManager):
-    """Ranks that do what one training or evaluation needs, from their first order on.
+    """The ranks of one training or evaluation, from their first order on.
 
-    The constructor looks at all arguments, and reads a checkpoint to go on from; `with` meets other
-    processes; the first `submit` starts the ranks.
+    The constructor checks all arguments, and reads a checkpoint to continue from; `with` meets
+    other processes; the first `submit` starts the ranks.
 
     wing    the library's part
-    done    batches that all ranks have done, or have been told to do
+    done    batches that all ranks have done, or have orders to do
     ranks   this process's, as (row, replica), between the beginning and the end
     reads   whether one of them has the first or the last stage
     """
@@ -185,7 +185,7 @@ class Session(AbstractContextManager):
         *,
         batches: int,
     ) -> None:
-        """`batches` are as many as are given for the schedule's."""
+        """`batches`: how many were given for the schedule."""
         method, factory = make.optimizer
         if options.training and not hasattr(options.optimizer, method):
             raise ValueError(f"optimizer is a {type(options.optimizer).__name__}: give {factory}")
@@ -223,9 +223,9 @@ class Session(AbstractContextManager):
     def run(
         self, segment: Segment, batches: Any, *, check: Any, save: Path | None = None, **fields: Any
     ) -> Run:
-        """Carry the segment out, and judge it.
+        """Execute the segment, and judge it.
 
-        batches  by their numbers in the training; only those that are needed here are read
+        batches  by their numbers in the training; only those needed here are read
         save     where to keep a checkpoint afterwards
         fields   more of every `Order`
         """
@@ -236,8 +236,9 @@ class Session(AbstractContextManager):
                 needed, free = wing.needed(table.updates), wing.free()
                 if needed > free:
                     warnings.warn(
-                        f"the check takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
-                        "free: give check=False, or check a smaller model of the same kind",
+                        f"the check takes {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} "
+                        "GiB are free: give check=False, or check a smaller model of the same "
+                        "kind",
                         stacklevel=3,
                     )
             start = self.states() if check and self.started else wing.start
@@ -266,7 +267,7 @@ class Session(AbstractContextManager):
             except Exception as error:
                 if result:
                     error.run = result  # type: ignore[attr-defined]
-                    error.add_note("What was trained is not lost: it is the `run` of this error.")
+                    error.add_note("The result is not lost: this error's `run` has it.")
                 raise
             # [3] judge what came of it
             if check:
@@ -345,7 +346,7 @@ class Session(AbstractContextManager):
     def submit(
         self, work: Workload, data: Data, *, paces: Sequence[Any] = (), **fields: Any
     ) -> None:
-        """Give each of this process's ranks its row, and its part of the data.
+        """Give each rank of this process its row, and its part of the data.
 
         The first call starts them. `fields` are of every `Order`.
         """
@@ -380,22 +381,22 @@ class Session(AbstractContextManager):
         self.give(orders)
 
     def give(self, orders: Sequence[Order]) -> None:
-        """Give the ranks, which have started, orders without new data."""
+        """Give the started ranks orders without new data."""
         with self._failing():
             self.launcher.submit(orders)
 
     def collect(self, call: str = "a batch's end") -> list[Outcome]:
-        """The outcomes of the first orders that were not collected yet."""
+        """The outcomes of the oldest orders not collected yet."""
         with self._failing():
             return self.launcher.collect(call)
 
     def ask(self, call: str, **fields: Any) -> list[Outcome]:
-        """The outcomes of orders without actions, which `call` is the name for."""
+        """The outcomes of orders without actions, under the name `call`."""
         self.give([Order(**fields) for _ in self.ranks])
         return self.collect(call)
 
     def states(self) -> dict[int, Any]:
-        """By stage, what training goes on from now; only on the first process it is of all."""
+        """By stage, the state that training continues from; only the first process has all."""
         return by_stage(self.ask("the check", state=True), "states")
 
     def _jobs(self) -> list[Job]:
@@ -426,6 +427,6 @@ class Session(AbstractContextManager):
 def steps_of(
     table: Schedule, outcomes: Sequence[Outcome], replica: int, copy: int
 ) -> list[Sequence[Step]]:
-    """Per stage, what every update of one replica's copy did; empty where another rank has it."""
+    """Per stage, what every update of one replica's copy did; empty if another rank has it."""
     found, n = by_stage(outcomes, "steps", replica), table.model_stages
     return [found.get(s, []) for s in range(copy * n, (copy + 1) * n)]

@@ -1,4 +1,4 @@
-"""A device and its stages, which a worker drives, whichever library computes."""
+"""A device and its stages, which a worker drives, for any library."""
 
 import time
 from collections import Counter
@@ -17,7 +17,7 @@ from pipelab.table.action import Kind
 
 
 class Device:
-    """A device whose work is done when a call returns, so that a mark of time is just a number."""
+    """A device whose work is done when a call returns, so a mark of time is just a number."""
 
     def __init__(self, device: Any, ledger: Ledger) -> None:
         self.device, self.ledger = device, ledger
@@ -35,22 +35,22 @@ class Device:
         return time.perf_counter()
 
     def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Start work that overlaps with what follows; returns what waits for its result.
+        """Start work that overlaps with what follows; returns a function that waits for its result.
 
-        Here it is done at once.
+        Here the work runs at once.
         """
         result = work()
         return lambda: result
 
     def copying(self) -> AbstractContextManager:
-        """The context of a copy to or from the host, beside what the device computes."""
+        """The context of a copy to or from the host that overlaps with compute."""
         return nullcontext()
 
     def finish(self) -> None:
         """Wait for all work so far."""
 
     def failed(self, marks: list[Any]) -> tuple[int, Exception] | None:
-        """The first mark, by number, whose work has failed later than it was asked, and why."""
+        """The first mark, by number, whose work failed after its call returned, and why."""
         return None
 
     def seconds(self, marks: list[Any]) -> list[float]:
@@ -83,14 +83,14 @@ class Device:
 class Stage(Protocol):
     """A stage as the worker drives it, in any library.
 
-    There is a method for each kind of action: (micro-batch or update's number, what it received) ->
-    what is sent on.
+    Each kind of action has a method: (number of the micro-batch or update, received payload) ->
+    payload to send.
 
-    losses    per micro-batch, on the last stage: its mean and what it is the mean of
-    steps     what each update did, if it was to be kept
-    updates   what is told of each: its squared norm may still be a number on a device
+    losses    per micro-batch, on the last stage: its mean and count
+    steps     what each update did, if kept
+    updates   what is reported of each: its squared norm may still be a number on a device
     measured  of an evaluation, on the last stage: by micro-batch, its metrics and its output
-    unsplit   weight -> why I computed its gradient, which W should have
+    unsplit   weight -> why I computed its gradient instead of W
     """
 
     losses: dict[int, Any]
@@ -105,7 +105,7 @@ class Stage(Protocol):
         return 1
 
     def begin(self, stage: int, order: Order) -> None:
-        """Take from an order what it says of this stage, by its number."""
+        """Take this stage's part of an order, by its number."""
         return None
 
     def end(self) -> None:
@@ -137,17 +137,17 @@ class Stage(Protocol):
         """The latest weights, on the host."""
 
     def snapshot(self) -> None:
-        """Keep what the last update did; not part of the update, so that its time is its own."""
+        """Keep what the last update did; not part of the update, to leave its time unchanged."""
         return None
 
     def resume_state(self) -> Any:
-        """What a training goes on from between two batches, if that is possible."""
+        """The state that a training continues from between two batches, if possible."""
         return None
 
     # ---- for replicas and partners
 
     def complete(self, update: int) -> bool:
-        """Whether all backwards of an update are through, and somebody waits for that."""
+        """Whether all backwards of an update are done, and another stage waits for that."""
         return False
 
     def news(self) -> Any:
@@ -155,19 +155,19 @@ class Stage(Protocol):
         return None
 
     def sums(self, update: int) -> list[Any]:
-        """The sums that its backwards have accumulated, to be added up over replicas."""
+        """The sums that its backwards have accumulated, to add up over replicas."""
         return []
 
     def replace_sums(self, update: int, sums: list[Any]) -> None:
-        """Go on with the sums over replicas."""
+        """Continue with the sums over replicas."""
         return None
 
 
 class CountingStage(Stage):
-    """A stage and what is counted of it; the wings' stages do the computing.
+    """A stage and its counts; the wings' stages compute.
 
-    weights  by version: values, so that a version lives as long as the table has readers of it
-    training, keep  as its latest order says; before the first one it trains
+    weights  by version: values; a version lives as long as the table has readers of it
+    training, keep  as in its latest order; before the first one it trains
     """
 
     def __init__(self, device: Any, options: Options, *, first: bool, last: bool) -> None:
@@ -224,7 +224,7 @@ class CountingStage(Stage):
         return count, gradient
 
     def input_grad(self, microbatch: int, received: Any) -> Any:
-        """The input's gradient alone; what is kept stays for `weight_grad`."""
+        """Only the input's gradient; what is kept stays for `weight_grad`."""
         kept, gradient, count = self._prepare(microbatch, received)
         self._split[microbatch] = kept, gradient, count
         return count, self._pull(microbatch, kept, gradient, count, Kind.I)
@@ -265,7 +265,7 @@ class CountingStage(Stage):
         return update not in self._left
 
     def finish(self, microbatch: int, count: float) -> Any:
-        """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
+        """A micro-batch is done. Returns the weight version that nobody reads again, or None."""
         self.device.ledger.drop(self.key(microbatch))
         given = self.fed[microbatch]
         self._left -= Counter([given.update])  # which forgets a count of 0
@@ -281,7 +281,7 @@ class CountingStage(Stage):
         return version in self.later or version in self._readers
 
     def end_update(self, update: int) -> None:
-        """It is made: its micro-batches are not needed any more."""
+        """The update is made: its micro-batches are no longer needed."""
         # Updates are made in their order: those are the first.
         for k in list(takewhile(lambda k: self.fed[k].update == update, self.fed)):
             del self.fed[k]
@@ -300,7 +300,7 @@ class CountingStage(Stage):
         return count / float(np.minimum(1.0, self.options.clip / (norm + 1e-6)))  # nan stays nan
 
     def measure(self, microbatch: int, output: Any, target: Any) -> None:
-        """Note the metrics of an evaluated micro-batch, and its output if that was asked for."""
+        """Record the metrics of an evaluated micro-batch, and its output if asked for."""
         if not (self.metrics or self.outputs):
             return
         samples = self.fed[microbatch].samples
@@ -316,13 +316,13 @@ class CountingStage(Stage):
                 found[name] = mean, count
             except Exception as error:
                 found[name] = (
-                    f"metric {name!r} fails ({type(error).__name__}: {error}): give its mean over "
-                    "the samples, one number, or a pair (mean, how many it is the mean of)"
+                    f"metric {name!r} fails ({type(error).__name__}: {error}): return its mean "
+                    "over the samples, one number, or a pair (mean, count)"
                 )
         self.measured[microbatch] = found, given_back
 
     def copied(self, data: Any) -> Any:
-        """Copies, where what is given could write into them."""
+        """Copies, if what is given could write into them."""
         return data
 
     def given_back(self, output: Any) -> Any:
@@ -333,7 +333,9 @@ class CountingStage(Stage):
         """FloatingPointError for a loss that is nan or inf, unless `finite` allows it."""
         mean, count = self.losses[microbatch]
         if not 0 <= count < np.inf:
-            raise ValueError(f"the loss is the mean of {count}: give how many it is the mean of")
+            raise ValueError(
+                f"the loss is the mean of {count}: return (mean, count), with the count as a number"
+            )
         # A micro-batch that counts nothing may have any mean: it weighs nothing.
         matters = self.options.finite and self.training and count
         if matters and not np.isfinite(value := float(mean)):

@@ -1,4 +1,4 @@
-"""Who carries out the jobs of a run; here, threads of this process: a worker per device.
+"""The launcher of a run's jobs; here, threads of this process: a worker per device.
 
 Models and functions defined in a notebook just work.
 """
@@ -23,7 +23,7 @@ STARTS, BEFORE, AFTER = -1, -2, -3  # marks of a rank around its actions
 
 
 class RankJob(Protocol):
-    """A rank's job: its number, a name for errors, and what its progress marks mean."""
+    """A rank's job: its number, a name for errors, and the meaning of its progress marks."""
 
     @property
     def rank(self) -> int: ...
@@ -43,15 +43,15 @@ def no_progress(places: Sequence[str], timeout: float) -> str:
 
 
 class Threads(AbstractContextManager):
-    """Who carries out the jobs: threads of this process, or what is made of them.
+    """The launcher of the jobs: threads of this process, or a subclass's processes.
 
-    Ranks are started once, and then take orders until the end. The first worker that raises ends
-    all, and its error is raised by whoever waits; an interrupt of that one, or `watch`, ends them,
-    too: the other workers stop before their next action.
+    Ranks start once, and then take orders until the end. The first worker that raises ends all, and
+    whoever waits raises its error. An interrupt of the waiting thread, or `watch`, ends them, too:
+    the other workers stop before their next action.
 
     first  whether this process is the one that writes and judges
     pause  seconds after which whoever waits for the workers calls `watch`; None: it just waits. No
-           thread is left behind, but one that hangs where there is a watch
+           thread stays behind, except one that hangs under a watch
     """
 
     first = True
@@ -59,21 +59,21 @@ class Threads(AbstractContextManager):
     workers: Sequence[Thread] = ()
 
     def ranks(self, count: int) -> Sequence[int]:
-        """Which of `count` ranks are this process's to do. ValueError if there are not as many."""
+        """Those of `count` ranks that this process runs. ValueError if there are not that many."""
         return range(count)
 
     def agree(self, digests: Digests, call: str = "a batch's data", *, early: bool = False) -> None:
-        """Refuse what was not given alike to all processes, where there are several; all call this.
+        """ValueError if several processes were given different arguments; all call this.
 
-        digests      gives them by what they are of; None, or no entry, where that is not known here
+        digests      returns them by name; None, or no entry, if not known here
         call, early  see `share`
         """
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
         """The values of all processes, in their order; all call this.
 
-        call   what for, which is the same in all; else ValueError
-        early  nothing has been done for it yet: it can be made again, and others have `timeout`
+        call   its purpose, the same in all; else ValueError
+        early  nothing has been done for it yet: it can be repeated, and others have `timeout`
         """
         return [value]
 
@@ -82,7 +82,7 @@ class Threads(AbstractContextManager):
         return make()
 
     def watch(self) -> None:
-        """A look at others; raises if it is no use to wait."""
+        """Look at others; raises if waiting is useless."""
 
     def start(
         self,
@@ -93,9 +93,9 @@ class Threads(AbstractContextManager):
     ) -> None:
         """Start this process's ranks.
 
-        transports  one per replica; default: mailboxes, which connect jobs of this process alone
-        marks       takes each rank's latest progress mark, by its number; default: nobody looks
-        clock       is called when all are ready: the time zero on `time.perf_counter`, soon
+        transports  one per replica; default: mailboxes, which connect only jobs of this process
+        marks       takes each rank's latest progress mark, by its number; default: ignored
+        clock       is called when all are ready; returns the time zero on `time.perf_counter`, soon
         """
         self.transports = transports or _mailboxes(jobs[0])
         self.marks = {} if marks is None else marks
@@ -132,15 +132,15 @@ class Threads(AbstractContextManager):
                 self._fail()
 
     def submit(self, orders: Sequence[Order]) -> None:
-        """Give each of this process's ranks an order, in theirs; does not wait for them."""
+        """Give each of this process's ranks its order; does not wait for them."""
         for queue, order in zip(self.queues, orders, strict=True):
             queue.put(order)
 
     def collect(self, call: str = "a batch's end") -> list[Outcome]:
-        """The outcomes of all ranks of the first orders that were not collected yet.
+        """The outcomes, from all ranks, of the oldest orders not collected yet.
 
-        `call` is what they are for, see `share`.
-        The first process has all weights and steps, others their own. RunError when a rank fails.
+        `call` is their purpose, see `share`. The first process has all weights and steps, others
+        their own. RunError when a rank fails.
         """
         with self._ended_by_errors():
             while not all(self.outcomes):
@@ -155,7 +155,7 @@ class Threads(AbstractContextManager):
             return [of_job.popleft() for of_job in self.outcomes]
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the ranks, which have done all orders; after an error, before their next actions."""
+        """End the ranks after all their orders; after an error, before their next actions."""
         if not self.workers:
             return
         if error:

@@ -14,9 +14,9 @@ Key = Hashable
 
 
 class Message(NamedTuple):
-    """A payload, and the second since the run began when it was there.
+    """A payload, and its arrival in seconds since the run began.
 
-    In a paced run, when it was sent, by the sender's paced clock.
+    In a paced run, its sending, by the sender's paced clock.
     """
 
     payload: Any
@@ -24,7 +24,7 @@ class Message(NamedTuple):
 
 
 class Lost(ConnectionError):
-    """A message to or from another process was lost: mostly that one's fault."""
+    """A message to or from another process was lost, usually because that one failed."""
 
 
 class Aborted(Exception):
@@ -36,10 +36,10 @@ class Transport:
 
     Payloads go by reference, between workers of one process; `wire.Wire` also sends them to other
     processes. A key is (stage that sends, "output" or "gradient", micro-batch, stage that
-    receives); for what stages tell each other before an update, "news" and the update's number.
+    receives); for news between stages before an update, "news" and the update's number.
 
-    began     the run's time zero on time.perf_counter, from when on arrivals are timed; None if the
-              messages say it (paced)
+    began     the run's time zero on time.perf_counter, the origin of arrivals; None if the messages
+              carry them (paced)
     ended     set when the run has ended
     replicas  the transports of all replicas of the pipeline, this one's among them, in order
     """
@@ -83,12 +83,12 @@ class Transport:
         return add_up(map(home.take, received))
 
     def sleep(self, seconds: float) -> None:
-        """Wait, or if `seconds` is not positive just look: Aborted when the run has ended."""
+        """Wait, or only check if `seconds` is not positive: Aborted when the run has ended."""
         if self.ended.wait(seconds) if seconds > 0 else self.ended.is_set():
             raise Aborted
 
     def abort(self) -> None:
-        """End the run: whoever waits, or will wait, gets Aborted."""
+        """End the run: present and future waits raise Aborted."""
         # Before anybody is woken: who comes to wait only now sees it as well.
         self.ended.set()
         for changed in self._changed:
@@ -97,7 +97,7 @@ class Transport:
 
 
 def add_up(of_replicas: Iterable[list[Any]]) -> list[Any]:
-    """The sums of their parts one by one; in one order, so that they are equal in all replicas."""
+    """The sums of their parts one by one, in one order, to be equal in all replicas."""
     # From the first on: sum's own 0 would be one more addition of arrays.
     return [sum(same[1:], same[0]) for same in zip(*of_replicas, strict=True)]
 

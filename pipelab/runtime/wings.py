@@ -1,7 +1,7 @@
 """The libraries that runs compute with, by the names of their backends.
 
-A room above adds its own to `WINGS`. A library is imported by the runs that need it, since others
-may not be installed.
+A room above adds its own to `WINGS`. Only runs that need a library import it, since others may not
+be installed.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ WINGS = dict.fromkeys((None, "threads", "processes"), ("pipelab.runtime.torch.wi
 
 @cache  # an import takes its care but once
 def wing_of(backend: str | None) -> "type[Wing]":
-    """The library's part in a run. ValueError for a backend that is none."""
+    """The library's part in a run. ValueError for an unknown backend."""
     if backend not in WINGS:
         names = ", ".join(filter(None, WINGS))
         raise ValueError(f"backend={backend!r}: give one of {names}")

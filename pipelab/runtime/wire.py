@@ -1,4 +1,4 @@
-"""Messages between the processes of a run: a `Transport` over links, which their launcher makes."""
+"""Messages between the processes of a run: a `Transport` over links, which the launcher makes."""
 
 import io
 import pickle
@@ -17,7 +17,7 @@ Ends = tuple[int, int]  # of a link: the own one and the other, such as ranks
 
 
 class Link(Protocol):
-    """A way to another rank, which nobody else at this end reads, writes or waits on."""
+    """A link to another rank, which nothing else at this end reads, writes or waits on."""
 
     def write(self, message: tuple[Key, Any, float]) -> None:
         """Send a message; does not wait for the reader. Lost if the other end is closed."""
@@ -26,7 +26,7 @@ class Link(Protocol):
         """The next message; waits for it. Lost if the other end is closed."""
 
     def end(self) -> None:
-        """Let no thread wait for it any more, if that is possible."""
+        """Let no thread wait for it any longer, if possible."""
         return None
 
     def close(self) -> None:
@@ -101,8 +101,8 @@ def whole(skeleton: bytes, arrays: Sequence[Any]) -> Any:
 class Wire(Transport):
     """The transport of one process's rows, which have a mailbox each.
 
-    A row that wants a message of another process reads the link to its sender until it has come, in
-    its own thread: the kernel keeps what comes meanwhile, and no other thread has to be woken.
+    A row that needs a message from another process reads the sender's link in its own thread until
+    it arrives: the kernel buffers messages meanwhile, and no other thread needs waking.
     """
 
     def __init__(self, job: Job, links: Mapping[Ends, Link]) -> None:

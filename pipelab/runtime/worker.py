@@ -23,7 +23,7 @@ from pipelab.table.schedule import Schedule
 class RunError(RuntimeError):
     """A run that failed.
 
-    The message names device and action, and the cause has the failing stage's own traceback.
+    The message names device and action; the cause has the failing stage's own traceback.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RunError(RuntimeError):
 
 
 def told(error: BaseException) -> str:
-    """An error's type and words; the words may be code that fails."""
+    """An error's type and message; making the message may fail, too."""
     name = type(error).__name__
     try:
         return f"{name}: {error}"
@@ -54,11 +54,11 @@ KINDS = len(Kind)
 
 @dataclass(kw_only=True)
 class Job(ABC):
-    """Row `row` of a schedule in one of the replicas, with all that it needs of the others' data.
+    """Row `row` of a schedule in one of the replicas, with all that it needs to know of others.
 
-    schedule  its row says what it will be asked for; the orders, when
-    device    the name of the device that does it (jax: the device)
-    partners  by stage, the stages whose news its updates wait for, if there are any
+    schedule  its row says which actions will come; the orders say when
+    device    the name of its device (jax: the device)
+    partners  by stage, the stages whose news its updates wait for, if any
     """
 
     schedule: Schedule
@@ -95,25 +95,25 @@ class Job(ABC):
 
     @abstractmethod
     def stages(self, home: Any) -> Mapping[int, Stage]:
-        """Runtimes of the row's stages on `home`, of copies of what they were made from."""
+        """Runtimes of the row's stages on `home`, on copies of the given modules."""
 
     def prepare(self, stages: Any) -> None:  # noqa: B027
         """Preparation before the run's time zero, in the worker's thread: jax compiles."""
 
     def after(self, order: Order, stages: Any, transport: Transport) -> Exception | None:
-        """Work after an order has been carried out; returns why it was not possible."""
+        """Work after an order is done; returns why it was not possible."""
         return None
 
 
 @dataclass
 class Worker:
-    """Carries out orders of a job; `began` is the run's time zero on `time.perf_counter`.
+    """Executes a job's orders; `began` is the run's time zero on `time.perf_counter`.
 
     stages    the row's stages by number
-    progress  is told the job's mark of every action before it
+    progress  gets the job's mark of every action before it starts
 
-    A paced action starts when its device and its input are there by the paced clocks, computes for
-    real, and ends no earlier than its predicted end; one whose computing takes longer is late.
+    A paced action starts when its device and its input are ready by the paced clocks, computes for
+    real, and ends no earlier than predicted; if computing takes longer, it is late.
     """
 
     job: Job
@@ -126,7 +126,7 @@ class Worker:
     _ended: dict[int, int] = field(default_factory=dict)  # stage -> the latest update told of
 
     def work(self, order: Order) -> Outcome:
-        """Carry an order out."""
+        """Execute an order."""
         self.begin(order)
         while self.step():
             pass
@@ -146,9 +146,9 @@ class Worker:
         self.record.at_start = self._bytes = _sum(self._kept.values())
 
     def outcome(self) -> Outcome:
-        """What the order came to, all of whose actions have been done.
+        """The outcome of an order whose actions are all done.
 
-        RunError where one has failed only now, on a device that computes later than it is asked to.
+        RunError if one fails only now, on an asynchronous device.
         """
         order, stages, record = self.order, self.stages, self.record
         self.device.finish()
@@ -187,9 +187,9 @@ class Worker:
         return outcome
 
     def step(self) -> bool:
-        """Do the next action of the order, and the one that overlaps with it, if there is one.
+        """Do the next action of the order, and the one that overlaps with it, if any.
 
-        Returns False where all has been done. RunError where an action fails, with its cause.
+        Returns False if all are done. RunError, with its cause, if an action fails.
         """
         i, action = next(self._next, NO_ACTION)
         if action is None:

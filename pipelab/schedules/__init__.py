@@ -67,8 +67,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 # Why an option is not for a schedule.
 NOT_TAKEN = {
-    "virtual": "has its own number of stages a device; leave it out, or use interleaved",
-    "memory": "has no limit to choose; use zb or zb_v",
+    "virtual": "fixes its number of stages per device; leave it out, or use interleaved",
+    "memory": "has no memory limit; use zb or zb_v",
     "longest": "has no rounds; use interleaved",
     "slices": "leaves sequences whole; use seq1f1b",
 }
@@ -102,17 +102,16 @@ def make(
 ) -> Schedule:
     """The named schedule: micro-batches per batch, `virtual` chunks a device.
 
-    costs   of its stages, for a schedule that is made for them (default: unit costs); the others
-            are the same whatever they cost
-    memory  for a schedule that is made for a limit: micro-batches whose activations (of all of a
-            device's stages) fit on a device
-    slices  of a sequence, for a schedule that divides them (default there: 2)
-    longest micro-batches of a round of `interleaved` at most, where that is to be more than p
+    costs   of its stages, for a schedule that depends on them (default: unit costs)
+    memory  for a schedule with a memory limit: how many micro-batches' activations (of all its
+            stages) fit on a device
+    slices  per sequence, for a schedule that slices them (default: 2)
+    longest the most micro-batches in a round of `interleaved`, to allow more than p
     reads   replaces the rule for weight versions (PipeDream with vertical sync is `pipedream` with
             `Reads.FIRST`)
 
-    Raises ScheduleError for an unknown name, a size that makes no sense or would take minutes, or
-    `virtual` or `memory` for a schedule without them.
+    Raises ScheduleError for an unknown name, an invalid size, one that would take minutes, or an
+    option that the schedule does not have.
     """
     takes(name, "")  # there is such a schedule
     devices, microbatches, virtual, batches, longest, each = check_counts(
@@ -136,7 +135,7 @@ def make(
     if 2 * each * devices * virtual * max(microbatches, devices) * batches > LARGEST:
         raise ScheduleError(
             f"{name} devices={devices} microbatches={microbatches} virtual={virtual} "
-            f"batches={batches}: made of more than {LARGEST:,} actions; make a size smaller"
+            f"batches={batches}: more than {LARGEST:,} actions; use smaller sizes"
         )
     schedule = SCHEDULES[name](devices, microbatches, **options)
     return schedule if reads is None else replace(schedule, reads=reads)
@@ -145,10 +144,10 @@ def make(
 def make_for(
     name: str, devices: int, microbatches: int, costs: Any, *, virtual: int = 1, **options: Any
 ) -> tuple[Schedule, Any]:
-    """The named schedule for a model, and what its stages cost; `costs` are those of devices.
+    """The named schedule for a model, and its stages' costs; `costs` are per device.
 
-    Each device's share is divided evenly among its stages: `virtual` of them where the schedule
-    takes that, else as many as it has. Other options as `make` has them.
+    Each device's cost is divided evenly among its stages: `virtual` of them if the schedule takes
+    that, else its own number. Other options as for `make`.
 
     >>> from pipelab import Costs
     >>> schedule, costs = make_for("interleaved", 2, 4, Costs(), virtual=2)
@@ -167,10 +166,10 @@ def make_for(
 def make_all(
     devices: int, microbatches: int, costs: Any, *, memory: float | None = None, **options: Any
 ) -> tuple[dict[str, tuple[Schedule, Any]], dict[str, str]]:
-    """Every named schedule as `make_for` makes it, by name; and of the others why there are none.
+    """Every named schedule that `make_for` can make, by name; and why it cannot make the others.
 
-    memory   of those that are made for a limit
-    options  `virtual` and `batches`, as `make` has them
+    memory   for schedules with a memory limit
+    options  `virtual` and `batches`, as for `make`
 
     >>> from pipelab import Costs
     >>> made, left_out = make_all(4, 2, Costs())

@@ -14,9 +14,8 @@ from pipelab.table.action import Action, B, F, ScheduleError, U
 def chimera(devices: int, microbatches: int) -> Rows:
     """Two copies of the model: half of every p micro-batches goes down the devices, half goes up.
 
-    Where a forward takes as long as a backward, p - 2 of them are the bubble of a whole batch, of
-    the paper's table 2. Made for an even p and m a multiple of p; of fewer micro-batches, the table
-    without the absent ones.
+    If forwards take as long as backwards, a batch's bubble is p - 2 of them (the paper's table 2).
+    Made for an even p and a multiple of p; other m drop the absent micro-batches from that table.
 
     >>> from pipelab import Costs, simulate
     >>> t = simulate(chimera(4, 8), Costs(input_grad=0.5, weight_grad=0.5))
@@ -42,6 +41,6 @@ def check_even(devices: int, name: str) -> int:
     """The number of devices; ScheduleError for an odd one."""
     if devices % 2:
         raise ScheduleError(
-            f"{name} needs an even number of devices, got {devices}: half of them begin each copy"
+            f"{name} needs an even number of devices, got {devices}: half go down, half up"
         )
     return devices

@@ -13,12 +13,12 @@ from pipelab.table.action import Action, U
 
 @generated(copies=2)
 def dualpipe(devices: int, microbatches: int) -> Rows:
-    """Two copies of the model, and a forward of one goes with a full backward of the other.
+    """Two copies of the model; forwards of one are paired with full backwards of the other.
 
-    DeepSeek computes such a pair as one: that is `dualpipe(...).overlap()`, but for the first pair
-    of the two middle devices. The first half of the micro-batches goes down the devices, the second
-    half up. Made for an even p and an even m >= 2 p; of fewer micro-batches, the table without the
-    absent ones.
+    DeepSeek overlaps such a pair: see `dualpipe(...).overlap()`, except for the first pair of the
+    two middle devices. The first half of the micro-batches goes down the devices, the second half
+    up. Made for an even p and an even m >= 2 p; other m drop the absent micro-batches from that
+    table.
 
     >>> dualpipe(4, 8).peak_in_flight
     [5, 5, 5, 5]

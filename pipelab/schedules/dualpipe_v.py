@@ -15,12 +15,12 @@ from pipelab.table.action import Action, Kind, U
 
 @flush
 def dualpipe_v(devices: int, microbatches: int) -> Rows:
-    """Two chunks a device in a V; a forward of one chunk goes with a full backward of the other.
+    """Two chunks a device in a V; forwards of one are paired with full backwards of the other.
 
-    DeepSeek computes such a pair as one, each one's transfers behind the other's compute: that is
-    `dualpipe_v(...).overlap()`, but for the last device's first pair. Here its forward comes first
-    and its backward after it. Backwards are split in the warm-up and the drain alone. It is made
-    for m >= 2 p; of fewer micro-batches, the table of 2 p without the absent ones.
+    DeepSeek overlaps such a pair, hiding each one's transfers behind the other's compute: see
+    `dualpipe_v(...).overlap()`, except for the last device's first pair. Here the forward runs
+    first. Only the warm-up and the drain split backwards. Made for m >= 2 p; smaller m drop the
+    absent micro-batches from the table of 2 p.
 
     >>> dualpipe_v(4, 8).peak_in_flight
     [9, 9, 9, 9]

@@ -15,15 +15,14 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, longest: int 
     """1F1B over v chunks a device, placed in a loop (stage s on device s mod p); a flush after each
     batch.
 
-    Chunks take turns by rounds of p micro-batches. Where p does not divide m, the table of the next
-    multiple is built and the absent micro-batches are dropped, spread evenly over the rounds:
-    dependencies stay inside a micro-batch, so a valid table minus whole micro-batches stays valid,
-    and no more is in flight than with the multiple. With virtual=1 it is `pipedream_flush`, row for
-    row.
+    Chunks take turns by rounds of p micro-batches. If p does not divide m, absent micro-batches,
+    spread evenly over the rounds, are dropped from the table of the next multiple. Dependencies
+    stay inside a micro-batch, so the table stays valid, with no more in flight. With virtual=1 it
+    is `pipedream_flush`, row for row.
 
-    longest  micro-batches of a round at most, more than p: Megatron-LM's group size. Nothing is
-             absent then: where p does not divide m it is faster, and holds more. ScheduleError
-             where rounds of at least p and at most so many do not make m
+    longest  the most micro-batches in a round, more than p: Megatron-LM's group size. Then no
+             micro-batch is absent: if p does not divide m, this is faster but holds more.
+             ScheduleError if rounds of p to `longest` do not add up to m
 
     >>> interleaved(4, 8, virtual=2).peak_in_flight
     [11, 9, 7, 5]
@@ -55,8 +54,8 @@ def rounds_of(devices: int, microbatches: int, longest: int = 1) -> list[list[in
     size, larger = divmod(microbatches, count)
     if longest > 1 and size < devices:
         raise ScheduleError(
-            f"longest={longest!r}: {microbatches} micro-batches are no rounds of {devices} to that "
-            "many; leave it out, or give more"
+            f"longest={longest!r}: rounds of {devices} to that many cannot make up {microbatches} "
+            "micro-batches; leave it out, or give more"
         )
     rounds, first = [], 0
     for i in range(count):

@@ -13,8 +13,8 @@ def looped_bfs(devices: int, microbatches: int, virtual: int = 2) -> Rows:
     """GPipe over v chunks a device, placed in a loop (stage s on device s mod p): all forwards of a
     chunk before the next one's, then the backwards, last chunk first.
 
-    The bubble of `interleaved`, for the activations of GPipe; a chunk's weights are needed in two
-    stretches, so that data-parallel gathers and reductions overlap with the rest. With virtual=1 it
+    It has the bubble of `interleaved` and the activations of GPipe. A chunk's weights are needed in
+    two stretches, so data-parallel gathers and reductions overlap with the rest. With virtual=1 it
     is `gpipe`, row for row.
 
     >>> looped_bfs(4, 8, virtual=2).peak_in_flight

@@ -17,10 +17,10 @@ from pipelab.table.transform import repeat
 def overlapped_1f1b(
     devices: int, microbatches: int, virtual: int = 1, batches: int = 1
 ) -> Schedule:
-    """Each forward of the steady state is computed with a backward that does not wait for it.
+    """Each steady-state forward overlaps with a backward that does not depend on it.
 
-    One forward more is in the warm-up than in `interleaved`. A pair gains where it takes less than
-    its two actions one after the other: `Costs(together=...)`.
+    The warm-up has one forward more than that of `interleaved`. A pair gains time if it takes less
+    than its two actions in turn: see `Costs(together=...)`.
 
     >>> overlapped_1f1b(4, 8, virtual=2).peak_in_flight
     [12, 10, 8, 6]

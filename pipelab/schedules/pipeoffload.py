@@ -12,11 +12,11 @@ from pipelab.table.schedule import Schedule
 
 
 def pipeoffload(devices: int, microbatches: int, virtual: int = 1, batches: int = 1) -> Schedule:
-    """1F1B, or interleaved 1F1B, whose activations are offloaded: two micro-batches on a device, of
-    however many stages the pipeline is.
+    """1F1B, or interleaved 1F1B, with offloaded activations: a device holds two micro-batches,
+    whatever the number of stages.
 
-    As long as it was, where a copy takes at most a forward. `Schedule.offload` does the same to any
-    other table, and to some of its stages alone.
+    It takes no longer than 1F1B if a copy takes at most a forward. `Schedule.offload` does the same
+    to any table, or to some of its stages.
 
     >>> pipeoffload(8, 16).peak_in_flight, pipeoffload(8, 16, virtual=2).peak_in_flight
     ([2, 2, 2, 2, 2, 2, 2, 1], [4, 3, 3, 3, 3, 3, 3, 2])

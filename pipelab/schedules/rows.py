@@ -16,10 +16,10 @@ Rows = Iterator[list[Action]]  # of a device each
 def generated(
     per_update: int = 0, reads: Reads = Reads.LATEST, copies: int = 1
 ) -> Callable[[Callable[..., Rows]], Callable[..., Schedule]]:
-    """Decorator of a function that yields rows: the same function then returns their `Schedule`.
+    """Decorator of a function that yields rows: the function then returns their `Schedule`.
 
-    One that does not take `batches` yields one batch that ends with its updates. It is given that
-    argument, and its rows are repeated.
+    A function without `batches` yields one batch that ends with its updates. It gets that argument,
+    and its rows are repeated.
     """
 
     def decorate(rows: Callable[..., Rows]) -> Callable[..., Schedule]:
@@ -63,7 +63,7 @@ flush = generated()  # a schedule whose every batch ends with its updates
 def one_forward_one_backward(
     stage: int, microbatches: int, warmup: int, per_update: int
 ) -> list[Action]:
-    """A stage's 1F1B row: backward k follows forward k + warmup, an update every so many."""
+    """A stage's 1F1B row: backward k follows forward k + warmup; U every `per_update`."""
     batch, row = range(microbatches), []
     for turn in range(microbatches + warmup):
         k = turn - warmup

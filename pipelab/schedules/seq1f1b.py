@@ -10,13 +10,13 @@ from pipelab.table.action import B, F, U
 
 @flush
 def seq1f1b(devices: int, microbatches: int, slices: int = 2) -> Rows:
-    """1F1B whose forwards go slice by slice, and whose backwards begin with a sequence's last one.
+    """1F1B on slices: forwards go slice by slice, backwards start with a sequence's last slice.
 
-    A slice attends to those before it, so that its keys and values stay until their backwards are
-    done. A device holds p - s - 1 slices more than a sequence has, where 1F1B holds p - s
-    sequences: with slices=1 it is `pipedream_flush`, row for row.
+    A slice attends to earlier ones, so keys and values stay until the backwards that use them. A
+    device holds a sequence and p - s - 1 slices, where 1F1B holds p - s sequences. With slices=1 it
+    is `pipedream_flush`, row for row.
 
-    slices  of a sequence, equally long; numbers count slices
+    slices  per sequence, of equal length; actions number the slices
 
     >>> seq1f1b(4, 8, slices=4).peak_in_flight
     [7, 6, 5, 4]

@@ -14,7 +14,7 @@ def terapipe(devices: int, microbatches: int, slices: int = 2) -> Rows:
 
     The bubble is that of GPipe with as many micro-batches as there are slices.
 
-    slices  of a sequence, equally long; numbers count slices
+    slices  per sequence, of equal length; actions number the slices
 
     >>> from pipelab import simulate
     >>> simulate(terapipe(4, 2, slices=4)).bubble.over_ideal

@@ -11,10 +11,10 @@ from pipelab.schedules.rows import Rows, flush
 
 @flush
 def v_half(devices: int, microbatches: int) -> Rows:
-    """Two chunks a device in a V; what a micro-batch holds is alike on all devices.
+    """Two chunks a device in a V; a micro-batch holds the same on every device.
 
-    The first chunk's forwards go down slowly and the second one's come back fast, so that early
-    devices hold the one long, late ones the other. A fixed order for F = I = W.
+    Forwards of the first chunk go down slowly, those of the second return fast: early devices hold
+    the first chunk longer, late ones the second. A fixed order for F = I = W.
 
     >>> v_half(4, 8).peak_in_flight  # chunks: half of each of 3 micro-batches
     [6, 6, 6, 6]

@@ -14,9 +14,9 @@ from pipelab.schedules.rows import Rows, flush
 def v_min(devices: int, microbatches: int) -> Rows:
     """Two chunks a device in a V; a micro-batch goes down, up, down and up again without a stop.
 
-    So nothing holds an activation shorter; the bubble is about two thirds of 1F1B's. A fixed order
-    for F = I = W; where they differ, nothing is kept that could wait for the slower one, and the
-    bubble grows with every micro-batch.
+    So no order holds activations for less time; the bubble is about two thirds of 1F1B's. The order
+    is fixed for F = I = W. If they differ, there is no slack to absorb it, and the bubble grows
+    with every micro-batch.
 
     >>> v_min(4, 8).peak_in_flight  # chunks: half of each of 2 micro-batches
     [4, 4, 4, 4]

@@ -11,9 +11,9 @@ from pipelab.table.action import Action, F, I, U, W
 
 @flush
 def zb_h1(devices: int, microbatches: int) -> Rows:
-    """1F1B in which W waits: on stage s until s further micro-batches had their I.
+    """1F1B with W delayed: on stage s until s further micro-batches have had their I.
 
-    So no stage keeps more than the first one does, p micro-batches.
+    So no stage holds more than the first one, p micro-batches.
 
     >>> zb_h1(4, 8).peak_in_flight
     [4, 4, 4, 4]

@@ -10,12 +10,11 @@ from pipelab.schedules.zb_h1 import split_stage
 
 @flush
 def zb_h2(devices: int, microbatches: int) -> Rows:
-    """ZB-H1 with twice the warm-up, so that forwards fill the wait for the first I, and W twice as
-    far behind.
+    """ZB-H1 with twice the warm-up, to fill the wait for the first I, and W twice as late.
 
-    There is no bubble on any device where F = I = W and m >= 2 p - 1: each starts later than the
-    one before it and ends later by as much. The update follows the last W as in every flush; the
-    paper's optimizer, which checks a step after it was taken, is not part of the table.
+    If F = I = W and m >= 2 p - 1, no device has a bubble: each starts and ends later than the one
+    before by the same time. The update follows the last W as in every flush; the paper's optimizer,
+    which validates a step afterwards, is not part of the table.
 
     >>> zb_h2(4, 8).peak_in_flight
     [7, 7, 7, 7]

@@ -14,8 +14,8 @@ from pipelab.table.action import Action, Kind, U
 
 @flush
 def zb_interleaved(devices: int, microbatches: int, virtual: int = 2) -> Rows:
-    """As `interleaved`, but I alone is waited for; W comes as many backwards later as there are
-    devices before its own. With virtual=1 it is `zb_h1`.
+    """`interleaved` with split backwards: on device d, W comes d backwards after its I. With
+    virtual=1 it is `zb_h1`.
 
     >>> zb_interleaved(4, 8, virtual=2).peak_in_flight
     [8, 8, 8, 8]

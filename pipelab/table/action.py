@@ -80,7 +80,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The exact inverse of `str`: the whole cell, or a ScheduleError."""
+        """The exact inverse of `str`; ScheduleError for a cell that is not one action."""
         match = _TEXT.fullmatch(text)
         if not match:
             raise ScheduleError(
@@ -93,8 +93,8 @@ class Action(NamedTuple):
 def parse_cell(text: str) -> list[Action]:
     """The actions of a cell in a file, ours or torch's.
 
-    A forward and a backward that overlap are two. A cell in which FSDP gathers or shares out
-    weights, or that waits for a send, has none.
+    An overlapping forward and backward are two. A cell that only gathers or scatters weights for
+    FSDP, or waits for a send, has none.
 
     >>> [str(action) for action in parse_cell("(0F7;7B3)OVERLAP_F_B")], parse_cell("0UNSHARD")
     (['0F7', '7B3'], [])
@@ -131,8 +131,7 @@ def U(stage: int, number: int = 0) -> Action:
 def insert_updates(rows: Iterable[Iterable[Action]], per_update: int) -> list[list[Action]]:
     """Rows with `U t` of each of a row's stages after the row's last backward (B or W) of group t.
 
-    Where a stage begins its next group before that, its update stands after its own last backward
-    of the group.
+    If a stage begins its next group earlier, its update follows its own last backward of the group.
     """
     check_counts(per_update=per_update)
     return [_with_updates([*row], per_update) for row in rows]
@@ -158,7 +157,7 @@ def _with_updates(row: list[Action], per_update: int) -> list[Action]:
 
 
 def check_counts(**values: int) -> list[int]:
-    """Each a whole number of at least 1, as Python's, or a ScheduleError that names it."""
+    """The counts as Python ints; ScheduleError for one that is not a whole number >= 1."""
     for name, value in values.items():
         if not hasattr(value, "__index__") or value < 1:
             raise ScheduleError(f"{name}={value!r}: give a whole number of at least 1")

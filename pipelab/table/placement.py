@@ -26,7 +26,7 @@ def check_placement(
 
 
 def placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Where the stages of these rows are; ScheduleError for a stage that is left out."""
+    """The device of each stage in these rows; ScheduleError for a missing stage."""
     home = {a.stage: d for d, row in enumerate(rows) for a in row}
     if max(home) >= len(home):
         missing = min(set(range(len(home))) - set(home))
@@ -50,7 +50,7 @@ def stages_of(placement: Sequence[int]) -> list[list[int]]:
 
 
 def loop_placement(devices: int, virtual: int = 1) -> tuple[int, ...]:
-    """Around the devices, `virtual` stages each: stage s is on device s mod p.
+    """A loop with `virtual` stages per device: stage s is on device s mod p.
 
     >>> loop_placement(3, virtual=2)
     (0, 1, 2, 0, 1, 2)
@@ -60,7 +60,7 @@ def loop_placement(devices: int, virtual: int = 1) -> tuple[int, ...]:
 
 
 def v_placement(devices: int) -> tuple[int, ...]:
-    """To the last device and back, two stages each: device 0 has the first stage and the last.
+    """A V with two stages per device: device 0 has the first stage and the last.
 
     >>> v_placement(3)
     (0, 1, 2, 2, 1, 0)

@@ -16,8 +16,8 @@ class Schedule(VersionedTable):
     """A table of actions, one row per device: validated, simulated, drawn, exported and run.
 
     Schedule(name, rows, placement, microbatches, batches=1, per_update=microbatches,
-    reads=Reads.LATEST): the fields of `pipelab.table.table.Table`. Its weight versions stand
-    in `pipelab.table.versions`, its methods in `pipelab.table.transform` and `pipelab.table.text`.
+    reads=Reads.LATEST): the fields of `pipelab.table.table.Table`. `pipelab.table.versions` defines
+    its weight versions, `pipelab.table.transform` and `pipelab.table.text` its methods.
 
     >>> s = Schedule.from_grid("0F0 .   .   0B0 0U0\\n.   1F0 1B0 1U0 .")
     >>> s.devices, s.stages, s.microbatches
@@ -48,14 +48,14 @@ class Schedule(VersionedTable):
 
     @classmethod
     def from_grid(cls, text: str, name: str = "grid") -> "Schedule":
-        """Read `str(schedule)`, or a bare grid: cells apart by spaces, `.` for idle."""
+        """Read `str(schedule)`, or a bare grid: spaces between cells, `.` for idle."""
         return cls(**parse_table(text, name, None))
 
     @classmethod
     def from_torch_csv(cls, text: str, name: str = "csv") -> "Schedule":
-        """Read what torch dumps: `from_csv`, without the transfers that it may have.
+        """Read what torch dumps: `from_csv` without transfers.
 
-        torch's transfers run beside the compute, wherever they are written, so that they are those
-        of a table without any; with them, SEND and RECV meet.
+        Wherever torch writes its transfers, they overlap with compute, as in a table without
+        transfers. In a table that has them, SEND and RECV meet.
         """
         return cls.from_csv(text, name).without_transfers()

@@ -41,16 +41,16 @@ class Table:
     batches        how many batches the table trains on
     per_update     micro-batches per optimizer update (default: a whole batch)
     reads          the rule that says which weight version a forward reads
-    copies         of a model with n stages: stage s + n is a copy of stage s, and gets the sum of
-                   both gradients; a micro-batch takes the stages of one copy
-    slices         the lengths of a sequence's slices, as shares of it; nothing if sequences stay
-                   whole. With slices, `microbatches` and numbers count these
+    copies         of a model with n stages: stage s + n is a copy of stage s, and both get the sum
+                   of their gradients; a micro-batch uses the stages of one copy
+    slices         the lengths of a sequence's slices, as shares of it; empty if sequences stay
+                   whole. With slices, `microbatches` and the actions' numbers count slices
     overlapped     actions that overlap with the one before in their row: a backward with a forward
                    (0F3+2B1), or a copy to or from the host with what computes (0F3+0OFFLOAD2)
-    versions_read  only of a `part` whose forwards reach back before it: as `Schedule.versions`
+    versions_read  only for a `part` whose forwards read older versions: as `Schedule.versions`
 
     The constructor checks types, ranges and placement; `pipelab.validate` checks that the table is
-    complete and can run, so that a broken one can still be built and shown.
+    complete and can run, so a broken one can still be built and shown.
     """
 
     name: str
@@ -92,11 +92,15 @@ class Table:
         for key, value in found.items():
             object.__setattr__(self, key, value)  # the dataclass is frozen
         if self.stages % copies:
-            raise ScheduleError(f"copies={copies} of a model do not make up {self.stages} stages")
+            raise ScheduleError(
+                f"copies={copies} does not divide {self.stages} stages: give every copy the same "
+                "number of stages"
+            )
         for name, count in (("microbatches", microbatches), ("per_update", per_update)):
             if count % self.per_sequence:
                 raise ScheduleError(
-                    f"{name}={count} counts slices, {self.per_sequence} a sequence: give a multiple"
+                    f"{name}={count} counts slices, {self.per_sequence} per sequence: give a "
+                    "multiple"
                 )
         if self.total % per_update:
             raise ScheduleError(
@@ -144,7 +148,7 @@ class Table:
             if not (pair or (computes and action.kind in HOST)):
                 raise ScheduleError(
                     f"{action} overlaps with {one or 'nothing'} before it: overlap a backward B "
-                    "with a forward, or an offload or a reload with one action that computes"
+                    "with a forward, or an offload or reload with one compute action"
                 )
 
     # ---- sizes
@@ -183,7 +187,7 @@ class Table:
 
     @cached_property
     def copy_of(self) -> list[int]:
-        """Which copy of the model each micro-batch takes: that of its first forward there."""
+        """The copy of the model that each micro-batch uses: that of its first forward."""
         found = {a.microbatch: a.stage for a in reversed(self.actions) if a.kind is Kind.F}
         return [found.get(k, 0) // self.model_stages for k in range(self.total)]
 
@@ -227,16 +231,16 @@ class Table:
 
     @cached_property
     def position(self) -> dict[tuple[int, Kind, int], int]:
-        """Where each action stands; a plain (stage, kind, micro-batch) finds its action, too."""
+        """Each action's flat index; a plain (stage, kind, micro-batch) works as a key, too."""
         return {action: i for i, action in enumerate(self.actions)}
 
     @cached_property
     def inputs(self) -> list[int | None]:
-        """For each action, where the action stands whose output it takes, or None.
+        """For each action, the index of the action whose output it takes, or None.
 
-        F takes the output of the stage before; B and I take the gradient of the stage after. Where
-        transfers are written out, these take what the RECV on their own device received, and a RECV
-        takes what the matching SEND sent.
+        F takes the output of the stage before; B and I take the gradient of the stage after. With
+        transfers written out, they take it from the RECV on their own device, and a RECV takes it
+        from the matching SEND.
         """
         sources = {
             kind: [(step, other) for step, other in SOURCES[kind] if other in self.kinds]
@@ -255,7 +259,7 @@ class Table:
 
     @cached_property
     def takers(self) -> list[int | None]:
-        """For each action, where the action stands that takes its output, or None."""
+        """For each action, the index of the action that takes its output, or None."""
         takers: list[int | None] = [None] * len(self.inputs)
         for i, source in enumerate(self.inputs):
             if source is not None:
@@ -264,20 +268,20 @@ class Table:
 
     @cached_property
     def joined(self) -> set[int]:
-        """Where the actions stand that overlap with the one before in their row."""
+        """Indices of the actions that overlap with the one before in their row."""
         return {self.position[action] for action in self.overlapped}
 
     @cached_property
     def before(self) -> list[int | None]:
-        """For each action, where the last one stands that its row ends before it; or None."""
+        """For each action, the index of the last one that ends before it in its row, or None."""
         firsts, joined = set(self.bounds), self.joined
         lasts = (i - 2 if i in joined else i - 1 for i in range(self.bounds[-1]))
         return [None if i - (i in joined) in firsts else last for i, last in enumerate(lasts)]
 
     @cached_property
     def as_held(self) -> list[list[Action]]:
-        """Rows in which a reload stands before what it overlaps with: its memory is taken as both
-        start, while what the other gives back goes at its end."""
+        """Rows with each reload before the action it overlaps with. A reload takes memory as both
+        start; the other frees memory at its end."""
         rows = [[*row] for row in self.rows]
         for i in self.joined:
             if self.actions[i].kind is Kind.RELOAD:
@@ -287,7 +291,7 @@ class Table:
 
     @cached_property
     def needs(self) -> list[int | None]:
-        """`inputs`; but a SEND needs its RECV, as that needs the SEND: they meet (rendezvous)."""
+        """`inputs`, but a SEND and its RECV need each other: they meet (rendezvous)."""
         if not self.has_transfers:
             return self.inputs
         sends = (Kind.SEND_F, Kind.SEND_B)
@@ -296,7 +300,7 @@ class Table:
 
     @cached_property
     def crossing(self) -> list[int]:
-        """Where the actions stand whose input crosses devices by a transfer not written out."""
+        """Indices of the actions whose input crosses devices by a transfer not written out."""
         device = self.device_of
         return [
             i

@@ -68,7 +68,8 @@ def write_csv(table: VersionedTable) -> str:
     """One line that says how to read the table, then one line per device; `from_csv` reads it."""
     if table.versions_read is not None:
         raise ScheduleError(
-            f"this part of {table.name} reads weights from before it: write the whole table"
+            f"this part of {table.name} reads earlier weights, which the file cannot hold: write "
+            "the whole table"
         )
     return f"{_header(table)}\n{_csv_rows(table)}"
 
@@ -77,20 +78,20 @@ def write_torch_csv(table: VersionedTable) -> str:
     """The CSV that torch.distributed.pipelining loads as "compute_only": one batch, no U."""
     if table.asynchronous:
         raise ScheduleError(
-            f"{table.name} updates without a flush; torch would train it as a flush: export a "
+            f"{table.name} updates without a flush, but torch would train it with one: export a "
             "flush schedule"
         )
     if table.copies > 1:
         raise ScheduleError(
-            f"{table.name} has {table.copies} copies of the model, and torch's tables one: export "
-            "a schedule with one"
+            f"{table.name} has {table.copies} copies of the model, but torch's tables have one: "
+            "export a schedule with one"
         )
     if table.slices:
-        raise ScheduleError(f"{table.name} has slices of sequences, and torch's tables do not")
+        raise ScheduleError(f"{table.name} slices sequences, which torch's tables cannot express")
     if Kind.OFFLOAD in table.kinds:
         raise ScheduleError(
-            f"{table.name} offloads activations, and torch's tables do not: export the schedule "
-            "that it was made of"
+            f"{table.name} offloads activations, which torch's tables cannot express: export the "
+            "schedule it was made from"
         )
     if table.batches > 1:
         raise ScheduleError(
@@ -122,15 +123,14 @@ def _header(table: VersionedTable) -> str:
 
 
 def parse_table(text: str, name: str, separator: str | None) -> dict[str, Any]:
-    """The fields of `Table` for a table in text; `separator` parts cells, None is space.
+    """The fields of `Table` for a table in text; `separator` splits cells; None means spaces.
 
-    What the header does not say is taken from the cells: one batch, the placement as it stands.
-    Without a header that names the devices, updates are added after the last backward of every row
-    if the table has no updates, and empty lines do not count. Raises ScheduleError with the row and
-    the cell.
+    Without a header, there is one batch, and the cells give the placement. If no header names the
+    devices, empty lines do not count, and a table without updates gets them after the last backward
+    of every row. Raises ScheduleError with the row and the cell.
     """
     if separator and text.count(separator) + text.count("\n") > LARGEST:
-        raise ScheduleError(f"more than {LARGEST:,} cells: make a size of the table smaller")
+        raise ScheduleError(f"more than {LARGEST:,} cells: use a smaller table")
     lines = text.splitlines()
     fields = _read_header(lines.pop(0)) if text.startswith("#") else {}
     devices = fields.pop("devices", None)
@@ -161,7 +161,7 @@ def _read_header(line: str) -> dict[str, Any]:
     fields = {}
     for key, value in re.findall(r"(\w+)=([^=]*)(?:\s|$)", line[1:]):
         if key not in KEYS:
-            raise ScheduleError(f"header: {key}= is none of {', '.join(sorted(KEYS))}")
+            raise ScheduleError(f"header: unknown {key}=; use {', '.join(sorted(KEYS))}")
         try:
             fields[key] = KEYS[key](value.strip())
         except (KeyError, ValueError):

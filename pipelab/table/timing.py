@@ -10,7 +10,7 @@ class Span(NamedTuple):
     """An action's compute, in seconds.
 
     version        the weight version that it reads, or that an update makes; -1 for a transfer
-    sent, arrived  of its input, where that came from another device
+    sent, arrived  when its input was, if that came from another device
     """
 
     device: int
@@ -42,8 +42,8 @@ def earliest(
     """Start every action as soon as its row and its input allow; linear in the table.
 
     All arguments are flat over the table, rows from bounds[d] to bounds[d + 1]. Action i needs what
-    needs[i] makes, if any, delay[i] after its end. Two that need each other start together.
-    A joined one starts with the one before it, and the row goes on when both have ended.
+    needs[i] makes, if any, delay[i] after its end. Two actions that need each other start together.
+    A joined one starts with the one before it, and the row continues when both have ended.
     """
     start, end = [0.0] * len(needs), [-1.0] * len(needs)  # an end below 0: it has not run
     waiter: dict[int, int] = {}  # action -> the device that waits for it; an output has one taker

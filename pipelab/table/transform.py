@@ -14,14 +14,14 @@ AnyTable = TypeVar("AnyTable", bound=VersionedTable)
 def part(table: AnyTable, first: int, last: int) -> AnyTable:
     """Batches `first` to `last` - 1 as a table of their own, numbered from 0.
 
-    That is what a run does between two checkpoints. Weight versions count from the part's start;
-    one below 0 was made before it. Dependencies stay inside a micro-batch, so that a valid table
-    without whole batches stays valid. Raises ScheduleError where an update needs batches of both.
+    A run between two checkpoints executes such a part. Weight versions count from its start; a
+    negative one is older. Dependencies stay inside a micro-batch, so a valid table stays valid
+    without whole batches. Raises ScheduleError if an update needs batches from both sides of a cut.
     """
     if not 0 <= first < last <= table.batches:
         raise ScheduleError(
-            f"batches {first} to {last} of {table.name}, which has {table.batches}: give a part of "
-            "them"
+            f"batches {first} to {last} of {table.name}, which has {table.batches}: choose a range "
+            "within them"
         )
     begin, end = first * table.microbatches, last * table.microbatches
     if begin % table.per_update or end % table.per_update:
@@ -50,7 +50,7 @@ def part(table: AnyTable, first: int, last: int) -> AnyTable:
 
 
 def fewer(table: AnyTable, microbatches: int) -> AnyTable:
-    """A table of one batch and one update with its first micro-batches alone.
+    """A table of one batch and one update, cut to its first micro-batches.
 
     As in `part`, a valid table stays valid.
     """
@@ -79,7 +79,7 @@ def _still_overlapped(table: VersionedTable, begin: int, end: int) -> frozenset[
 
 
 def repeat(table: AnyTable, batches: int) -> AnyTable:
-    """A table of one batch with a flush: the same order for each of so many batches."""
+    """A one-batch table with a flush, repeated in the same order for each of the batches."""
     if batches == 1:
         return table
     rows = [
@@ -99,11 +99,10 @@ def repeat(table: AnyTable, batches: int) -> AnyTable:
 
 
 def overlap(table: AnyTable) -> AnyTable:
-    """The same table, every forward of which overlaps with a backward B right behind it.
+    """The same table, with every forward overlapping the backward B right behind it.
 
-    But for the backward of the same forward, which has to wait for it. A pair waits for both
-    inputs, so that not every table can run then: `validate` tells. A copy to or from the host
-    stays beside an action that has no such partner.
+    A forward's own backward cannot overlap with it. A pair waits for both inputs, so not every such
+    table can run: see `validate`. A copy to or from the host stays beside an action without a partner.
     """
     pairs = [pair for row in table.rows for pair in pairwise(row)]
     found = frozenset(
@@ -114,14 +113,14 @@ def overlap(table: AnyTable) -> AnyTable:
 
 
 def offload(table: AnyTable, stages: Collection[int] | None = None) -> AnyTable:
-    """The same table, in which activations wait for their backwards in the host's memory.
+    """The same table, but activations wait for their backwards in the host's memory.
 
-    What a forward keeps goes there beside the first action behind it, and comes back beside the
-    last one before its backward; an action has one copy beside it at most. Where the row waits for
-    a gradient anyway, the copy back stands alone. What would not be away for a whole action stays.
-    (PipeOffload, arXiv 2503.01328, section 4.)
+    They move out during the next action and return during the last one before their backward; at
+    most one copy overlaps with an action. If the row waits for a gradient anyway, the reload runs
+    alone. Activations that would be away for less than an action stay. (PipeOffload, arXiv
+    2503.01328, section 4.)
 
-    stages  whose activations go (default: all)
+    stages  whose activations are offloaded (default: all)
     """
     start, end, _ = table.unit_times()
     rows, overlapped = [], set(table.overlapped)
@@ -187,7 +186,7 @@ def _copies(
 
 
 def forward_only(table: AnyTable) -> AnyTable:
-    """The table with nothing but its forwards: what evaluation runs."""
+    """The table's forwards alone, as evaluation runs them."""
     kept = (Kind.F, Kind.SEND_F, Kind.RECV_F)
     rows = [[action for action in row if action.kind in kept] for row in table.rows]
     nothing = frozenset[Action]()
@@ -197,17 +196,15 @@ def forward_only(table: AnyTable) -> AnyTable:
 def with_transfers(table: AnyTable) -> AnyTable:
     """The same table with every SEND and RECV between devices written into both rows.
 
-    A SEND and its RECV stand at the same moment of a unit-time simulation (ties broken by stage,
-    then kind), which makes the order safe for rendezvous: each pair is one point in a common order
-    of all events.
+    They follow the order of a unit-time simulation (ties broken by stage, then kind). That is safe
+    for rendezvous: each SEND and its RECV are one point in a common order of all events.
     """
     if table.has_transfers:
         raise ScheduleError(f"{table.name} already has its transfers")
     start, end, heads = table.unit_times()
     if heads != table.bounds[1:]:
         raise ScheduleError(
-            f"{table.name} cannot run as it stands, so its transfers have no order: see "
-            "pipelab.validate"
+            f"{table.name} cannot run, so its transfers have no order: see pipelab.validate"
         )
     # Events in a common order: (time, transfers first, stage, kind, micro-batch), device, action.
     device = table.device_of

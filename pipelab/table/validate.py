@@ -13,10 +13,10 @@ LARGEST_DRAWN = 2_000  # actions of a table that an error draws
 def validate(schedule: Schedule) -> Schedule:
     """Return the schedule if it can run; else raise a ScheduleError that marks the fault.
 
-    Checked, in this order: every action there once (of a table of forwards alone: every forward),
-    none twice; the order within each row (forward, backward, update); the weight version that each
-    forward reads exists by then; no deadlock, also under rendezvous (neither side of a transfer
-    goes on alone) where the table writes its transfers out.
+    Checked, in this order: every action is there exactly once (only forwards, if the table has
+    nothing else); each row has the order forward, backward, update; each forward's weight version
+    exists by then; there is no deadlock, also under rendezvous (each side of a transfer waits for
+    the other) if transfers are written out.
 
     >>> from pipelab.schedules import gpipe
     >>> validate(gpipe(4, 8)).name
@@ -51,7 +51,7 @@ def _check_twice(schedule: Schedule) -> None:
         return
     for i, action in enumerate(schedule.actions):
         if (last := schedule.position[action]) != i:
-            problem = f"{action} stands twice on device {schedule.device_of[i]}: remove one"
+            problem = f"{action} appears twice on device {schedule.device_of[i]}: remove one"
             _fail(schedule, problem, (i, last))
 
 
@@ -64,7 +64,7 @@ def _check_complete(schedule: Schedule) -> None:
             missing.append(Action(*cell))
     extra = set(schedule.actions).difference(_required(schedule)) if found < len(at) else set()
     if alone := [action for action in extra if action.kind >= Kind.SEND_F]:
-        problem = f"{min(alone)} has no other side on another device: remove it"
+        problem = f"{min(alone)} has no matching transfer on another device: remove it"
         _fail(schedule, problem, [at[min(alone)]])
     if missing:
         first = min(missing, key=lambda a: (a.kind, a.stage, a.microbatch))
@@ -75,19 +75,19 @@ def _check_complete(schedule: Schedule) -> None:
     if extra:  # what is neither missing nor a transfer
         half = min(extra)
         if half.kind is Kind.F:
-            problem = f"micro-batch {half.microbatch} takes two copies of the model: remove one"
+            problem = f"micro-batch {half.microbatch} uses two copies of the model: remove one"
             _fail(schedule, problem, [at[half]])
         _fail(
             schedule,
             f"stage {half.stage} has a full backward B and also I or W for micro-batch "
-            f"{half.microbatch}: B is both of them",
+            f"{half.microbatch}: keep B or the pair, not both",
             [at[half._replace(kind=Kind.B)], at[half]],
         )
 
 
 def _required(schedule: Schedule) -> Iterator[tuple[int, Kind, int]]:
-    """The actions of a complete table; a backward is B, or where it stands split, I and W. What is
-    offloaded is reloaded."""
+    """The actions of a complete table; a backward is B, or I and W if split. Offloaded activations
+    are reloaded."""
     at, home, training = schedule.position, schedule.placement, schedule.training
     f, b, i, w, u, offload, reload, send_f, recv_f, send_b, recv_b = Kind
     offloads = offload in schedule.kinds or reload in schedule.kinds
@@ -133,7 +133,7 @@ GRADIENT = (Kind.B, Kind.I)  # what makes an input's gradient
 
 
 def needed_in_row(schedule: Schedule) -> Iterator[list[tuple[int, Kind, int]]]:
-    """For each action, what has to stand before it in its row, if the table has it."""
+    """For each action, those that must come before it in its row, if the table has them."""
     group, update, slices = schedule.per_update, Kind.U, schedule.per_sequence
     earlier = {
         kind: [other for other in others if other in schedule.kinds]
@@ -162,7 +162,7 @@ def _check_order(schedule: Schedule) -> None:
                 action, first = schedule.actions[j], Action(*cell)
                 _fail(
                     schedule,
-                    f"{action} stands before {first} on device {schedule.device_of[j]}: it needs "
+                    f"{action} comes before {first} on device {schedule.device_of[j]}: it needs "
                     f"{first} first",
                     (j, at[first]),
                 )
@@ -175,8 +175,8 @@ def _check_versions(schedule: Schedule) -> None:
             action = F(stage, k)
             _fail(
                 schedule,
-                f"{action} reads weight version {version} ({schedule.reads.name}), but its row has "
-                f"made only {latest[stage, k]} before it: move the update up or change `reads`",
+                f"{action} reads weight version {version} ({schedule.reads.name}), but its row "
+                f"has made only {latest[stage, k]} before it: move the update up or change `reads`",
                 [schedule.position[action]],
             )
 
@@ -205,7 +205,7 @@ def check_deadlock(schedule: Schedule, head: list[int]) -> None:
             # Of two that overlap, the first may have its input.
             if needed is None or needed < head[schedule.device_of[needed]]:
                 i, needed = i + 1, schedule.needs[i + 1]
-            assert needed is not None, "nothing but an input holds a row"
+            assert needed is not None, "only a missing input can hold up a row"
             holder[d] = schedule.device_of[needed]
             steps[d] = (
                 f"device {d} waits at {schedule.actions[i]} for {schedule.actions[needed]} on "
@@ -237,7 +237,7 @@ def _shortest_cycle(after: dict[int, int]) -> list[int]:
 
 
 def check_type(kind: type, **values: object) -> None:
-    """Each of this class, or a ValueError that names it."""
+    """ValueError for an argument, by its name, that is not of this class."""
     for name, value in values.items():
         if not isinstance(value, kind):
             raise ValueError(f"{name} is a {type(value).__name__}: give a {kind.__name__}")

@@ -27,7 +27,7 @@ class VersionedTable(Table):
 
     @cached_property
     def latest(self) -> Versions:
-        """How many updates its row has made on the stage before each forward."""
+        """For each forward, how many updates of its stage its row has made before it."""
         made, latest = [0] * self.stages, {}
         forward, update = Kind.F, Kind.U
         for stage, kind, number in self.actions:
@@ -49,7 +49,7 @@ class VersionedTable(Table):
         return {(stage, k): max(k // self.microbatches - 1, 0) for stage, k in self.latest}
 
     def read_at(self, stage: int, microbatch: int) -> int:
-        """The version that a micro-batch reads of a stage, or of the copy of it that it takes."""
+        """The version that a micro-batch reads of a stage, or of its copy of that stage."""
         n = self.model_stages
         return self.versions[self.copy_of[microbatch] * n + stage % n, microbatch]
 
@@ -61,7 +61,7 @@ class VersionedTable(Table):
     ) -> tuple[Span, ...]:
         """The spans of the actions, in the table's flat order.
 
-        moved  flat index -> when the action's input was sent and when it arrived, if from elsewhere
+        moved  flat index -> when the action's input was sent and arrived, if from another device
         """
         versions, nowhere = self.versions, (None, None)
         spans = []
@@ -78,7 +78,7 @@ class VersionedTable(Table):
     def asynchronous(self) -> bool:
         """Whether a forward reads weights that miss an update of an earlier batch: no flush.
 
-        Or would in a further batch: 2BW has no flush even where it ends after its first batch.
+        Or would in a further batch: even one batch of 2BW has no flush.
         """
         if self.reads is Reads.PREVIOUS or self.per_update < self.microbatches:
             return True
@@ -86,8 +86,8 @@ class VersionedTable(Table):
 
     @cached_property
     def lives(self) -> list[VersionLife]:
-        """From when to when each weight version is kept: until its last reader, or until it is
-        replaced, whichever is later."""
+        """The lifetime of each weight version: up to its last reader or its replacement, whichever
+        is later."""
         at, versions = self.position, self.versions
         oldest = min([0, *versions.values()])
         newest = self.updates if self.training else 0
@@ -122,8 +122,8 @@ class VersionedTable(Table):
 
     @cached_property
     def peak_in_flight(self) -> list[int]:
-        """Per device, the most micro-batches (chunk activations) held for backwards at once; not
-        those that the host holds."""
+        """Per device, the most micro-batches (chunk activations) held for backwards at once,
+        without those offloaded."""
         change = {Kind.F: 1, Kind.B: -1, Kind.W: -1, Kind.OFFLOAD: -1, Kind.RELOAD: 1}
         return [
             max(accumulate((change.get(a.kind, 0) for a in row), initial=0)) for row in self.as_held

@@ -1,4 +1,4 @@
-"""A training without an end: what is done of a table that goes on as it does, batch by batch.
+"""A training without an end: a table that repeats, executed batch by batch.
 
 order of batch 0 | 1               | 2               | ...         pipedream, p = 2, m = 2
 0F0 0F1 0B0 0U0  | 0F2 0B1 0U1 0F3 0B2 0U2 | 0F4 0B3 0U3 ...       an order ends before the
@@ -18,18 +18,18 @@ from pipelab.table.transform import repeat
 class Endless:
     """The rows and versions of a training of any number of batches.
 
-    table   enough batches of it: the last two of its orders before the last one are the same, one
-            batch apart, and so is all that follows
+    table   enough batches of it that the two orders before the last one are the same, one batch
+            apart; all later ones repeat them
     steady  the batch of the second of them
-    ahead   how many batches' orders further on an order, or a batch's loss, may wait for
+    ahead   how many batches further on an order, or a batch's loss, may depend on
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        """ValueError for a table that does not go on, or of which too little is given."""
+        """ValueError for a table that does not repeat, or has too few batches to show it."""
         m, size = schedule.microbatches, schedule.per_update
         if m % size:
             raise ValueError(
-                f"{schedule.name} updates every {size} micro-batches, which are not a part of a "
+                f"{schedule.name} updates every {size} micro-batches, which does not divide a "
                 f"batch of {m}: make one with microbatches={size}"
             )
         self.table = _longer(schedule)
@@ -37,15 +37,15 @@ class Endless:
         self.updates = m // size  # of a batch
         if self.steady < 1 or not self._goes_on():
             raise ValueError(
-                f"the {self.table.batches} batches of {schedule.name} do not show how it goes on: "
+                f"the {self.table.batches} batches of {schedule.name} do not show how it repeats: "
                 "make it with more (batches=), the last ones alike"
             )
 
     def orders(self, batch: int, begun: int, *, rest: bool = False) -> list[list[Action]]:
-        """What each row does from its first action of a batch to the first of the next.
+        """What each row does from its first action of a batch to that of the next.
 
         begun  the first batch since the pipeline was empty: older ones are done
-        rest   instead, what is left to do when that is done, and there is no next
+        rest   instead, what is left to do after that if no batch follows
         """
         at = min(batch, self.steady)
         more = batch - at  # as many batches later
@@ -85,7 +85,7 @@ class Endless:
 
     @cached_property
     def cuts(self) -> list[list[int]]:
-        """Per row, where each batch's first action stands, and the row's end."""
+        """Per row, the positions of each batch's first action, and the row's end."""
         found = []
         for row in self.table.rows:
             first: dict[int, int] = {}

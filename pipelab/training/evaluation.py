@@ -1,4 +1,4 @@
-"""Evaluation: the losses of batches that nothing was trained on, their metrics, and outputs."""
+"""Evaluation: losses, metrics and outputs of batches, without training."""
 
 from collections.abc import Sequence
 from math import exp, inf
@@ -9,9 +9,9 @@ from pipelab.runtime.result import Run
 
 
 class Evaluation(list):
-    """The losses, one a batch; and what was asked for beside them.
+    """The losses, one per batch, with the metrics and outputs that were asked for.
 
-    outputs  by batch, the model's output of all its samples, on the host
+    outputs  by batch, the model's output for all its samples, on the host
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Evaluation(list):
         return f"<Evaluation of {len(self)} batches: loss {self.loss:.4g}{metrics}>"
 
     def add(self, run: Run, times: int, trees: Trees) -> None:
-        """Add what a run found of a batch, each of whose samples it had so many `times`."""
+        """Add a run's results for a batch; the run repeated each sample this many `times`."""
         self += run.losses
         self._pieces += _shares(zip(run.microbatch_losses, run.counts, strict=True), times)
         for measured in run.metrics:
@@ -40,17 +40,17 @@ class Evaluation(list):
 
     @property
     def loss(self) -> float:
-        """The mean over all that counts in all batches: of tokens, say, which batches differ in."""
+        """The mean over everything that counts in all batches, such as tokens."""
         return _mean(self._pieces)
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss: of a cross entropy, how many tokens it is as unsure as."""
+        """The exponential of the loss; of a cross entropy, the number of equally likely tokens."""
         return exp(self.loss) if self.loss < 700 else inf
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Their means over all that they count in all batches."""
+        """The metrics' means over everything that they count in all batches."""
         return {name: _mean(pieces) for name, pieces in self._metrics.items()}
 
 

@@ -1,4 +1,4 @@
-"""The bar of a training: its loss, how much it takes in a second, and the time left."""
+"""The bar of a training: its loss, its speed, and the time left."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def showing(total: float) -> Iterator[Callable[[Any], None]]:
-    """A bar of so many batches (inf: nobody knows), to which each `TrainedBatch` is told."""
+    """A bar of this many batches (inf: unknown), which each `TrainedBatch` advances."""
     from tqdm.auto import tqdm
 
     # A notebook's bar does not heed the variable itself.

@@ -1,4 +1,4 @@
-"""Trainer: one training for as long as it takes, from whatever gives its batches."""
+"""Trainer: one training of any length, from any source of batches."""
 
 import time
 import warnings
@@ -31,14 +31,14 @@ END = object()
 
 
 class TrainedBatch(NamedTuple):
-    """What is known of a batch as soon as its update is made.
+    """What is known about a batch once its update is made.
 
-    number   of batches with it, from the beginning of the training
+    number   of batches up to and including it, from the beginning of the training
     loss     the mean over the whole batch; `counted`: over how many samples, or tokens if the loss
              tells them
     seconds  since the batch before, or since it was read if that was later
     check    the verdict against the reference, with its seconds, or None if it was not checked
-    norm     of the whole gradient of its last update, before it was clipped
+    norm     of the whole gradient of its last update, before clipping
     rates    the learning rates of that update: see `Run`
     """
 
@@ -52,30 +52,30 @@ class TrainedBatch(NamedTuple):
 
 
 class Trainer(AbstractContextManager):
-    """Train `stages` on batches that come one after another; ranks stay up until the end.
+    """Train `stages` on a stream of batches; ranks stay up until the end.
 
     with Trainer(make("gpipe", 4, 8), stages, loss, torch.optim.SGD) as trainer:
         for batch in trainer.fit(loader):
             print(batch.number, batch.loss)
 
-    schedule   what is done with a batch, as `make` has it. Without a flush the pipeline is not
-               emptied between batches: weights are bit for bit those of `run` on a long table.
-               Another one than `make`'s needs enough batches to show how it goes on
+    schedule   of one batch, as `make` builds it. Without a flush the pipeline is not emptied
+               between batches: weights are bit for bit those of `run` on a long table. A schedule
+               of your own needs enough batches to show how it repeats
     check      compare every loss, gradient and weight of a batch with a reference in float64:
-               "first" of this call, or that and every so many batches; True: all; False: none. The
-               pipeline is emptied around a checked batch, whose weights are the same. A verdict
-               that fails is warned of
-    resume     a checkpoint of `save`, or of `run`, to go on from; bit for bit
-    timeout    processes: seconds without the end of any action, while there is work, after which
-               they are given up. Where a launcher has started them also the seconds by which one
-               may come later than another to its next call, reading of its batch included
+               "first" of this call; or a number n, for that one and every n-th; True: all; False:
+               none. The pipeline is emptied around a checked batch, which does not change its
+               weights. A failed verdict is a warning
+    resume     a checkpoint of `save` or `run` to continue from, bit for bit
+    timeout    processes: seconds without the end of any action, while there is work, until the
+               training fails. If a launcher has started them, also how much later than the others a
+               process may make its next call, including reading its batch
 
-    All else as for `run`; in several processes all make the same calls, and process 0 says whether
-    there is another batch. With jax all of them read the first one. An interrupt (Ctrl-C) is raised
-    when the batches under way are done: the training can be saved, or gone on with. A second one
-    ends it.
+    All else is as for `run`. Several processes must all make the same calls; process 0 decides
+    whether there is another batch. With jax, all of them read the first one. An interrupt (Ctrl-C)
+    is raised when the batches in flight are done: the training can be saved or continued. A second
+    one ends it.
 
-    Raises as `run` does; after an error of a stage the training has ended.
+    Raises as `run` does; an error in a stage ends the training.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Trainer(AbstractContextManager):
     ) -> None:
         every = type(check) is int and check > 0
         if not (check == "first" or isinstance(check, bool) or every):
-            raise ValueError(f"check={check!r}: give 'first', every how many batches, or a bool")
+            raise ValueError(f"check={check!r}: give 'first', a number of batches, or a bool")
         options = Options(
             loss=loss,
             optimizer=optimizer,
@@ -153,22 +153,22 @@ class Trainer(AbstractContextManager):
 
     @property
     def number(self) -> int:
-        """Batches that are done or under way, from the beginning of the training."""
+        """Batches done or in flight, from the beginning of the training."""
         return self._session.done
 
     def fit(
         self, batches: Iterable[Any], steps: int | None = None, *, progress: bool = False
     ) -> Iterator[TrainedBatch]:
-        """Train on these batches, or on the first so many of them; yields each when it is through.
+        """Train on these batches, or the first `steps` of them; yields each when it is done.
 
         It ends with the batches: for more epochs call it again, with `rest_of` of their loader.
-        With `progress` a bar tells the loss, the samples or tokens a second, and the time left.
+        With `progress`, a bar shows the loss, the samples or tokens per second, and the time left.
 
-        They are read when the pipeline needs them: the next one is under way while one is yielded.
-        It is trained, too, if the loop is left; the next `fit` yields it.
+        They are read when the pipeline needs them: the next one is in flight while one is yielded.
+        If the loop is left, it is still trained, and the next `fit` yields it.
 
-        A batch with fewer samples than micro-batches has fewer of these, and an empty pipeline
-        before and after it. If the schedule updates within a batch, it is left out with a warning.
+        A batch with fewer samples than micro-batches is cut into fewer, with an empty pipeline
+        before and after it. If the schedule updates within a batch, it is skipped with a warning.
         """
         if steps is not None and not (hasattr(steps, "__index__") and steps >= 0):
             raise ValueError(f"steps={steps!r}: give a whole number, or None for all batches")
@@ -208,11 +208,11 @@ class Trainer(AbstractContextManager):
         *,
         outputs: bool = False,
     ) -> Evaluation:
-        """The losses of these batches with the weights as they are now; nothing is trained.
+        """The losses of these batches with the current weights; nothing is trained.
 
         metrics  by name, functions like a loss: (output, target) -> a mean over the samples, or
-                 (mean, count); computed where the last stage is
-        outputs  whether to give back the model's outputs of every batch, on the host, to process 0
+                 (mean, count); computed on the last stage's device
+        outputs  whether to return the model's outputs of every batch, on the host of process 0
         """
         with self._whole():
             self._empty()
@@ -235,8 +235,8 @@ class Trainer(AbstractContextManager):
     def save(self, folder: str | Path, loader: Any = None) -> None:
         """Write a checkpoint to a new or empty folder, which all ranks see.
 
-        loader  what the batches come from, if it has a state_dict(), as torchdata's
-                StatefulDataLoader: its state is kept, too, and `rest_of` goes on from there
+        loader  the source of the batches, if it has a state_dict(), as torchdata's
+                StatefulDataLoader: its state is saved, too, and `rest_of` continues from there
         """
         path, wing = new_folder("save", folder), self._session.wing
         with self._whole():
@@ -249,12 +249,12 @@ class Trainer(AbstractContextManager):
                     wing.save_loader(draft, loader)
 
     def rest_of(self, loader: Any) -> Iterable[Any]:
-        """The batches of a loader that the training, if it goes on from a checkpoint, has not read.
+        """The batches of a loader that a resumed training has not read yet.
 
-        By the loader's own state if `save` was given it, else without the first `number` ones: of
-        an epoch, for a loader with a length. What it shuffles by has to be as it was: seed it by
-        the epoch. Batches that were left out as too short are not in `number`: leave them out of
-        the loader (a DataLoader's drop_last=True).
+        It restores the loader's own state if `save` was given the loader. Otherwise it skips the
+        first `number` ones, within an epoch if the loader has a length. Shuffling must repeat: seed
+        it by the epoch. `number` does not count batches skipped as too short: drop them in the
+        loader (a DataLoader's drop_last=True).
         """
         resume = self._session.options.resume
         state = self._session.wing.saved_loader(Path(resume)) if resume else None
@@ -267,7 +267,7 @@ class Trainer(AbstractContextManager):
 
     @property
     def weights(self) -> list[Any]:
-        """The weights as they are now, a state dict per stage; on several machines a rank's own."""
+        """The current weights, a state dict per stage; on several machines a rank's own."""
         with self._whole():
             self._empty()
             found = by_stage(self._ask("weights", report=True), "weights")
@@ -303,7 +303,8 @@ class Trainer(AbstractContextManager):
             return None
         if batch is END:
             raise ValueError(
-                f"there is no batch {self.number} here, and one in process 0: give all the same"
+                f"process 0 has a batch {self.number}, but this process has none: give all the "
+                "same batches"
             )
         return batch, pieces
 
@@ -354,7 +355,7 @@ class Trainer(AbstractContextManager):
         if not fits and first:
             what = f"micro-batches, and {table.name} updates within a batch"
             warnings.warn(
-                f"batch {self.number} is not trained on: it has fewer samples than "
+                f"batch {self.number} is skipped: it has fewer samples than "
                 f"{what if pieces else 'replicas'}",
                 stacklevel=4,
             )
@@ -410,7 +411,7 @@ class Trainer(AbstractContextManager):
     def _whole(self) -> Iterator[None]:
         """A context that an interrupt does not break off; a second one does."""
         if not self._session.ranks:
-            raise ValueError("a Trainer works inside `with Trainer(...) as trainer:` only")
+            raise ValueError("a Trainer works only inside `with Trainer(...) as trainer:`")
         if self._session.failure:
             raise RunError(f"this training has ended: {self._session.failure}")
         with Noted(once=True) as interrupts, self._session.wing.context():
@@ -435,5 +436,5 @@ class Trainer(AbstractContextManager):
             if not {v for v in later[s] if v <= max(state.weights)} <= {*state.weights}:
                 raise ValueError(
                     f"{resume} was made at the end of its table, without the older weights that "
-                    "are read next: stop before the end, or save a Trainer"
+                    "come next: stop before the end, or save a Trainer"
                 )

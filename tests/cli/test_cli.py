@@ -124,7 +124,7 @@ def test_tables_with_transfers_are_simulated_exported_and_run(capsys, tmp_path, 
         ("simulate gpip", "did you mean gpipe?"),
         (
             "simulate gpipe --devices 4 --microbatches 8 --virtual 2",
-            "gpipe has its own number of stages",
+            "gpipe fixes its number of stages",
         ),
         (
             "simulate gpipe --devices 4 --microbatches 8 --forward 1,2",
@@ -155,7 +155,7 @@ def test_tables_with_transfers_are_simulated_exported_and_run(capsys, tmp_path, 
             "there is no folder nowhere",
         ),
         ("run gpipe --devices 2 --microbatches 2 --device cuda:64", "device 'cuda:64'"),
-        (f"run {SMALL} --balance 1,2,3", "--balance 1,2,3 has 3 stages for the 2 of gpipe: give"),
+        (f"run {SMALL} --balance 1,2,3", "--balance 1,2,3 has 3 stages, but gpipe has 2: give"),
         (f"run {SMALL} --balance type:Foo", "method='type:Foo': no layer matches; there are Lin"),
         (f"run {SMALL} --balance 1,2 --backend jax", "leave out --model, --dropout and --balance"),
         ("train gpt2 --balance 3,5", "balance [3, 5] for 14 layers: give every stage at least one"),
@@ -167,7 +167,7 @@ def test_tables_with_transfers_are_simulated_exported_and_run(capsys, tmp_path, 
         (f"simulate {SMALL} --update 1,nan", "update=[1.0, nan]: give numbers of at least 0"),
         (
             f"simulate gpipe --devices {10**20} --microbatches 2",
-            "made of more than 10,000,000 actions; make a size smaller",
+            "more than 10,000,000 actions; use smaller sizes",
         ),
         ("schedule gpipe --devices 100000 --microbatches 100000", "more than 10,000,000 actions"),
         # Few of its micro-batches would stay, but it is built for as many as there are devices.
@@ -181,15 +181,15 @@ def test_tables_with_transfers_are_simulated_exported_and_run(capsys, tmp_path, 
             "more than 10,000,000 actions",
         ),
         ("compare --devices 10000000", "gpipe devices=10000000 microbatches=4 virtual=1"),
-        ("compare --microbatches 10000000", "made of more than 10,000,000 actions"),
+        ("compare --microbatches 10000000", "more than 10,000,000 actions"),
         ("search --devices 1000000000 --microbatches 2", "give at most 100,000 stages"),
         ("search --devices 2 --microbatches 2 --virtual 1000000000", "at most 100,000 stages"),
         ("search --devices 1000000000 --microbatches 2 --placement v", "at most 100,000 stages"),
         ("bound --devices 1000000000 --microbatches 2", "give at most 100,000 stages"),
-        ("bound --devices 2 --microbatches 1000000000", "more than 10,000,000 actions; make a"),
+        ("bound --devices 2 --microbatches 1000000000", "more than 10,000,000 actions; use"),
         (
             "search --devices 2 --microbatches 100000",
-            "600,000 actions. The search takes 200,000",
+            "600,000 actions. The search takes at most 200,000",
         ),
     ],
 )
@@ -439,7 +439,7 @@ def test_times_balance_in_one_process_alone(capsys, monkeypatch):
     assert sum(map(int, err.removeprefix("balance ").split(","))) == 4
     monkeypatch.setenv("RANK", "0")
     status, _, err = call(capsys, line)
-    assert status == 2 and "--balance time: every rank would measure other times; give" in err
+    assert status == 2 and "--balance time: every rank would measure different times; give" in err
 
 
 def test_train_into_a_file_writes_lines(capsys, tmp_path):
@@ -490,7 +490,7 @@ def test_run_on_jax(capsys):
         capsys, "run gpipe --devices 2 --microbatches 3 --backend jax --model gpt2"
     )
     assert status == 2
-    assert "--backend jax has the mlp alone" in err
+    assert "--backend jax runs only the mlp" in err
 
 
 def test_export_writes_a_folder_and_says_how_to_start(capsys, tmp_path):
@@ -520,8 +520,8 @@ def test_export_writes_a_folder_and_says_how_to_start(capsys, tmp_path):
         (f"export {SMALL} --out new --batches 2", "torch's tables hold one batch"),
         ("export pipedream --devices 2 --microbatches 2 --out new", "updates without a flush"),
         (f"export {SMALL} --out new --for torchtitan", "give `layers`"),
-        (f"export {SMALL} --out .", ". is there already: name a new folder"),
-        (f"export {SMALL} --out link", "link is there already: name a new folder"),
+        (f"export {SMALL} --out .", ". already exists: name a new folder"),
+        (f"export {SMALL} --out link", "link already exists: name a new folder"),
         (f"export {SMALL} --out file/new", "there is no folder file"),
         (f"run {SMALL} --save file", "save='file' exists and is not an empty folder"),
     ],

@@ -101,7 +101,7 @@ def test_without_a_hub_one_line_says_so_at_once(monkeypatch, capsys, tmp_path):
     missing = str(tmp_path / "nowhere")
     assert main(["train", "gpt2", "--steps", "2", "--pretrained", missing]) == 2
     message = capsys.readouterr().err
-    assert f"cannot load {missing!r}: it is no folder with a saved model" in message
+    assert f"cannot load {missing!r}: it is not a folder with a saved model" in message
     assert "no hub answers at http://127.0.0.1:9" in message
     assert message.count("\n") == 1
     assert not constants.HF_HUB_OFFLINE
@@ -339,7 +339,10 @@ def test_a_damaged_record_is_one_error(record, tmp_path):
 
 @pytest.mark.parametrize(
     ("losses", "message"),
-    [([1.0] * 3, "step_000003 holds no checkpoint"), ([1.0] * 4, "is after batch 2, .* 4 losses")],
+    [
+        ([1.0] * 3, "step_000003 does not hold a checkpoint"),
+        ([1.0] * 4, "is after batch 2, .* 4 losses"),
+    ],
 )
 def test_a_record_without_its_checkpoint_is_one_error(losses, message, tmp_path):
     run(*setting(), seed=3, save=tmp_path / "step_000004", stop=2, check=False)
@@ -521,7 +524,7 @@ def test_a_folder_of_a_language_model(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("train gtp2", "model 'gtp2': give gpt2, or a folder of a causal language model"),
+        ("train gtp2", "model 'gtp2': give gpt2, or a folder with a causal language model"),
         ("run gpipe --devices 2 --microbatches 2 --model no", "(run and compare: mlp, too)"),
         (
             "run gpipe --devices 2 --microbatches 2 --model {folder} --dropout 0.1",
@@ -529,7 +532,7 @@ def test_a_folder_of_a_language_model(monkeypatch, capsys, tmp_path):
         ),
         ("train {folder} --tied", "--tied is for gpt2: the config in"),
         ("train {folder} --length 65", "--length 65: this model has 64 positions"),
-        ("run gpipe --devices 2 --microbatches 2 --model {small}", "a vocabulary of 64: text in"),
+        ("run gpipe --devices 2 --microbatches 2 --model {small}", "so its vocabulary of 64 must"),
     ],
 )
 def test_a_folder_that_does_not_fit(line, said, capsys, tmp_path):

@@ -389,7 +389,7 @@ def test_a_block_is_stamped_over_all_micro_batches():
         stamp(one.with_row(3, one.rows[3][:1]))
     with pytest.raises(Refused, match="its cap is 2"):
         stamp(read(Task(4, 8, cap=2), str(one)))
-    with pytest.raises(Refused, match="cannot be stamped: 0B0 stands before 0F0"):
+    with pytest.raises(Refused, match="cannot be stamped: 0B0 comes before 0F0"):
         stamp(read(Task(2, 2), "0B0 0F0 ~ 1F0 1B0"))
     by_hand = Task(2, 4, per_update=1)
     assert recognise(stamp(read(by_hand, "0F0 0B0~1F0 1B0"))) == "This is PipeDream."

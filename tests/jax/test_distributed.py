@@ -39,15 +39,15 @@ OTHERS = {
 }
 FAILING = {
     "early": "RunError: device 0, action 0F0: ZeroDivisionError: division by zero",
-    "differ": "ValueError: process 1 runs another schedule than process 0: "
+    "differ": "ValueError: process 1 runs a different schedule from process 0: "
     "call run with the same one in all",
     **{
-        f"other {thing}": f"ValueError: {name} is not the same in process 0 and process 1: make "
-        "the same call in all, with start weights of one seed, and whole batches in the same "
-        "order: no shards, one seed for shuffling and for random changes"
+        f"other {thing}": f"ValueError: {name} differs between process 0 and process 1: make "
+        "the same call in all, with start weights from one seed, and whole batches in the same "
+        "order: no shards, one seed for shuffling and augmentation"
         for thing, name in OTHERS.items()
     },
-    "idle": "ValueError: 2 processes were started, and process 1 has none of the 4 rows: "
+    "idle": "ValueError: 2 processes were started, but process 1 has none of the 4 rows: "
     "start fewer",
 }
 # Which stages are process 1's: 2 weights in each

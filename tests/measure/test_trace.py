@@ -148,8 +148,8 @@ def test_broken_traces_of_torch(recorded, tmp_path):
     refused(r"stage 1 of 4 has no span", first, first)
     refused(r"stage 3 of 4 has no span", first, recorded["GPipe"][1])
     refused(r"0F3 is missing on device 0", first, second, change=without)
-    refused(r"no span of a pipeline's action \(PP:0F0\)", first, second, change=unnamed)
-    refused(r"0F1 starts at .* s and ends at .* s: an end comes", first, second, change=backwards)
+    refused(r"no pipeline action \(such as PP:0F0\) has a span", first, second, change=unnamed)
+    refused(r"0F1 starts at .* s and ends at .* s: give an end", first, second, change=backwards)
     refused(
         r"0F[15] starts .* s before 0F0 ends, both on device 0", first, second, change=overlapping
     )
@@ -159,7 +159,7 @@ def test_broken_traces_of_torch(recorded, tmp_path):
     cut.write_bytes(gzip.decompress(first.read_bytes())[:-100])
     refused(r"cut.json.gz: cut off, or neither JSON nor CSV", cut, second)
     with pytest.raises(
-        ValueError, match="action 2 of device 0 is 2F0 in the run and 0F2 in forwards"
+        ValueError, match="action 2 of device 0 is 2F0 in the run, but 0F2 in forwards"
     ):
         from_trace([first, second], in_order)
 
@@ -343,7 +343,7 @@ def test_our_own_trace_changed(tmp_path):
     trace, file = to_trace(simulate(make("gpipe", 2, 2))), tmp_path / "own.json"
     trace["otherData"]["table"] = trace["otherData"]["table"].replace("0F0", "0U0", 1)
     file.write_text(json.dumps(trace))
-    with pytest.raises(ValueError, match=r"own.json: .*0U0 stands twice"):
+    with pytest.raises(ValueError, match=r"own.json: .*0U0 appears twice"):
         from_trace(file)
 
 
@@ -364,22 +364,22 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
         (CSV + "0,F,0\n", "line 2: "),
         (CSV + "0,F,0,2,1\n", "0F0 starts at 2 s and ends at 1 s"),
         (CSV + "0,F,0,nan,1\n", "0F0 starts at nan s"),
-        (CSV + "0,F,0,0,1\n0,F,0,1,2\n", "0F0 is there twice"),
+        (CSV + "0,F,0,0,1\n0,F,0,1,2\n", "0F0 appears twice"),
         (CSV + "0,F,0,0,2\n0,B,0,1,3\n", "0B0 starts 1 s before 0F0 ends, both on device 0"),
         (CSV + "0,F,0,0,1\n2,F,0,1,2\n", "stage 1 of 3 has no span"),
         (CSV + "0,F,0,0,1\n0,F,900000,1,2\n", "900001 micro-batches for a table of 2 actions"),
         (CSV + "0,F,0,0,1\n0,F,1,1,2\n0,B,0,2,3\n", "0B1 is missing on device 0"),
-        (CSV + "0,B,0,0,1\n0,F,0,1,2\n", "0B0 stands before 0F0 on device 0"),
+        (CSV + "0,B,0,0,1\n0,F,0,1,2\n", "0B0 comes before 0F0 on device 0"),
         (
             CSV.replace("\n", ",device\n") + "0,F,0,0,1,1\n",
             "list index out of range",
         ),
-        ('{"events": []}', "not all of what `to_trace`, torch.profiler or a CSV of spans has"),
-        ("[]", "no span of a pipeline's action"),
-        ("[1, 2]", "not all of what `to_trace`, torch.profiler or a CSV of spans has"),
+        ('{"events": []}', "not a complete file of `to_trace`, torch.profiler or a CSV of spans"),
+        ("[]", "no pipeline action"),
+        ("[1, 2]", "not a complete file of `to_trace`, torch.profiler or a CSV of spans"),
         (
             '{"traceEvents": [], "otherData": {"table": {}}}',
-            "not all of what `to_trace`, torch.prof",
+            "not a complete file of `to_trace`, torch.prof",
         ),
         ("{", "cut off, or neither JSON nor CSV"),
         ("[" * 100_000, "RecursionError"),
@@ -502,4 +502,4 @@ def test_the_command(tmp_path, capsys):
     assert sum(found["causes"].values()) == pytest.approx(found["idle"])
     assert main([*line[:2], "--schedule", "pipedream_flush"]) == 2
     error = capsys.readouterr().err
-    assert "action 2 of device 0 is 0F2 in the run and 0B0 in pipedream_flush" in error
+    assert "action 2 of device 0 is 0F2 in the run, but 0B0 in pipedream_flush" in error

@@ -223,13 +223,13 @@ def test_a_module_that_the_sample_does_not_need_is_named():
             return x + self.extra(more) if more.sum() > 0 else x
 
     layers = layers_of(Two(), {"x": torch.ones(3, 4), "more": torch.zeros(3, 4)})
-    with pytest.raises(ValueError, match="needs its extra for this batch, and did not need it"):
+    with pytest.raises(ValueError, match="needs its extra for this batch, but not for the sample"):
         together(layers, {"x": torch.ones(3, 4), "more": torch.ones(3, 4)})
 
 
 def test_blocks_that_are_left_out_by_chance_are_told_of():
     layers = layers_of(Glued(drop=0.999), {"x": torch.ones(3, 4)})
-    with pytest.raises(ValueError, match="leaves out some of its blocks for this batch"):
+    with pytest.raises(ValueError, match="skips some of its blocks for this batch"):
         together(layers, torch.ones(3, 4))
 
 
@@ -254,7 +254,7 @@ def test_other_numbers_than_in_the_sample_are_told_of():
 
     layers = layers_of(Outer(), {"x": torch.ones(3, 4)})
     together(layers, {"x": torch.ones(3, 4)})
-    with pytest.raises(ValueError, match=r"gives a block by=0\.5, and gave it 0\.3"):
+    with pytest.raises(ValueError, match=r"calls a block with by=0\.5, but with 0\.3"):
         together(layers, {"x": torch.ones(5, 4)})
 
 
@@ -289,12 +289,16 @@ def together(layers, found):
 @pytest.mark.parametrize(
     ("model", "sample", "reason"),
     [
-        (Glued(change=1.0), True, r"blocks\.1 is given something else than blocks\.0 gives"),
-        (Glued(turns=2), True, "the blocks of blocks are not called once each, in their order"),
-        (Glued(gate=0.0, rate=0.1), True, r"first\.1 would draw anew there; set its dropout to 0"),
-        (nn.Linear(4, 4), True, "it calls no two blocks of an nn.ModuleList one after another"),
+        (Glued(change=1.0), True, r"blocks\.1 does not take what blocks\.0 returns"),
+        (Glued(turns=2), True, "the blocks of blocks are not called once each, in order"),
+        (
+            Glued(gate=0.0, rate=0.1),
+            True,
+            r"first\.1 from before them, which .*; set its dropout to 0",
+        ),
+        (nn.Linear(4, 4), True, "it never calls two blocks of an nn.ModuleList in a row"),
         (nn.Sequential(nn.Linear(4, 4)), True, "it is an nn.Sequential, whose children are layers"),
-        (Glued(), False, "no inputs are known of a Glued: give layers_of a sample"),
+        (Glued(), False, "the inputs of a Glued are unknown: give layers_of a sample"),
     ],
     ids=["glued", "turns", "drawn", "no blocks", "a row", "no sample"],
 )

@@ -146,7 +146,7 @@ def test_gpt2_small_by_its_blocks():
         ((0,), "0 stages for 2 layers: a stage needs at least one layer"),
         ((3,), "3 stages for 2 layers"),
         ((1, "speed"), "method='speed': use one of uniform, parameters, type:REGEX"),
-        ((1, "type:("), "no regular expression"),
+        ((1, "type:("), "not a regular expression"),
         ((1, "type:conv"), "no layer matches; there are A, B"),
     ],
 )
@@ -282,19 +282,19 @@ def test_the_authors_profiles_are_read():
     ("text", "match"),
     [
         ("", "at least one layer"),
-        ("node1 -- what", "line 1 is no node of a profile: 'node1 -- what'"),
+        ("node1 -- what", "line 1 is not a node of a profile: 'node1 -- what'"),
         (GRAPH.replace("=3.000, b", "=x, b"), "could not convert string to float: 'x'"),
         (GRAPH + "\tnode6 -- node2\n", "nodes are in a cycle"),
-        ("{}", "no profile: give an object with layers, a list of objects with a name"),
-        ('{"a": 1}', "no profile: give an object with layers"),
-        ('{"layers": {"name": "a"}}', "no profile: give an object with layers"),
-        ('{"layers": ["a"]}', "no profile: give an object with layers"),
-        ('{"layers": [{"name": "a", "speed": 1}]}', "no profile: .*speed"),
+        ("{}", "not a profile: give an object with layers, a list of objects with a name"),
+        ('{"a": 1}', "not a profile: give an object with layers"),
+        ('{"layers": {"name": "a"}}', "not a profile: give an object with layers"),
+        ('{"layers": ["a"]}', "not a profile: give an object with layers"),
+        ('{"layers": [{"name": "a", "speed": 1}]}', "not a profile: .*speed"),
         ('{"layers": [{"name": "a", "forward": -1}]}', "layer 'a' has forward=-1: give at least 0"),
         ('{"layers": [{"name": "a"}], "edges": [[0, 0]]}', "edge 0 -> 0"),
         ('{"layers": [{"name": "a"}], "samples": 0}', "samples=0: give a whole number"),
         ('{"layers": [' + 5000 * '{"name": "a"}, ' + '{"name": "b"}]}', "5,001 layers: give at m"),
-        ("{", "no profile"),
+        ("{", "not a profile"),
     ],
 )
 def test_files_that_are_no_profiles(text, match):
@@ -470,8 +470,14 @@ def test_stages_of_a_branched_graph_are_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"layers": [{"name": "a", "forward": "x"}]}', "no profile: give an object with layers"),
-        ('{"layers": [{"name": "a", "weights": null}]}', "no profile: give an object with layers"),
+        (
+            '{"layers": [{"name": "a", "forward": "x"}]}',
+            "not a profile: give an object with layers",
+        ),
+        (
+            '{"layers": [{"name": "a", "weights": null}]}',
+            "not a profile: give an object with layers",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["partition", "compare"])

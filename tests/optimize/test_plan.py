@@ -582,7 +582,7 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
     line = f"--profile {file} --memory inf --bandwidth 1e9 --devices 2 --batch 128 --json"
     status, out, err = call(capsys, line)
     assert (status, out) == (2, "")
-    assert "the profile does not say of how many samples its times are: give their number" in err
+    assert "the profile does not say how many samples its times are for: give their number" in err
     found = json.loads(call(capsys, f"{line} --samples 64")[1])
     assert found["best"]["parts"]["compute"] == pytest.approx(2 * 0.192 * (128 / 64) / 2)
     found = Profile.read(file.read_text())
@@ -595,7 +595,7 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
         ("", "no model: add --layers --hidden --heads --sequence --vocabulary, or give --model"),
         ("--model gpt5", "unknown model 'gpt5': there are deepseek-v3, mixtral-8x7b"),
         (f"{SMALL} --latent 4,2", "latent=(4, 2): give query, key, nope, rope, value"),
-        (f"{SMALL} --dense 8,8,8,8,8", "dense has 5 widths: there are 4 layers"),
+        (f"{SMALL} --dense 8,8,8,8,8", "dense has 5 widths, but there are 4 layers"),
         (f"{SMALL} --profile x", "x has its own layers: leave out --layers"),
         (SMALL, "no machine: add --flops --memory --bandwidth, or give --machine A100-80GB"),
         (f"{SMALL} --machine L40S", "unknown machine 'L40S': there are A100-80GB"),
@@ -612,7 +612,7 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
         (f"{SMALL} --machine A100-80GB --tensor 3", "tensor=3: give a number that divides"),
         (f"{SMALL} --machine A100-80GB --memory 1e6", "nothing fits devices of 0.001 GB"),
         (f"{SMALL} --machine A100-80GB --devices 7", "batch=16 on 7 devices: no pipeline"),
-        ("--profile pyproject.toml --machine A100-80GB", "pyproject.toml: line 1 is no node"),
+        ("--profile pyproject.toml --machine A100-80GB", "pyproject.toml: line 1 is not a node"),
         ("--profile nowhere.json --machine A100-80GB", "nowhere.json"),
     ],
 )

@@ -230,7 +230,9 @@ def test_torchgpipe_says_which_outputs_it_does_not_pass():
             return {"x": super().forward(x)}
 
     modules = [nn.Sequential(Naming(6, 6).double()), *stages(1)]
-    with pytest.raises(ValueError, match=r"the output of stage 0 is a dict: torchgpipe passes a t"):
+    with pytest.raises(
+        ValueError, match=r"the output of stage 0 is a dict: torchgpipe passes on only a t"
+    ):
         run_torchgpipe(modules, batches(1), F.mse_loss, SGD, chunks=2)
 
 

@@ -424,7 +424,11 @@ def test_the_best_of_all_plans(draw):
         assert found.seconds == best == cost(found.stages)
     else:
         possible = np.isfinite(min((cost(plan, np.inf) for plan in plans), default=np.inf))
-        why = "more than there is" if possible else f"no stages that use all {devices} devices"
+        why = (
+            "more than a device has"
+            if possible
+            else f"cannot be cut into stages that use all {devices} devices"
+        )
         with pytest.raises(PipeshardError, match=why):
             search(memory)
 
@@ -446,7 +450,7 @@ def test_an_infeasible_problem_says_which_stage_needs_how_much_more():
     for i, j in combinations(range(4), 2):  # layer 1 is large, whatever it shares a stage with
         held[i, j - 1] = mib * (8 if i <= 1 < j else 1)
     with pytest.raises(
-        PipeshardError, match=r"layers 0 to 2 on 2 .*needs 8 MiB, 3 MiB more than there is"
+        PipeshardError, match=r"layers 0 to 2 on 2 .*needs 8 MiB, 3 MiB more than a device has"
     ):
         best_stages(StageTable((1, 2, 4), costs.seconds, held, 0 * held), 2, 4, memory=5 * mib)
 
@@ -808,8 +812,8 @@ def test_what_cannot_be_planned():
     for options, match in (
         (dict(schedule=make("gpipe", 2, 4)), "name a schedule"),
         (dict(hosts=2, devices=3), "3 devices on 2 hosts"),
-        (dict(hosts=-2, devices=4), "4 devices on -2 hosts: use equally many on each, at least"),
-        (dict(devices=0), "0 devices on 0 hosts: use equally many on each, at least one"),
+        (dict(hosts=-2, devices=4), "4 devices on -2 hosts: use the same number on each, at least"),
+        (dict(devices=0), "0 devices on 0 hosts: use the same number on each, at least one"),
         (dict(schedule="pipedream"), "has no flush"),
         (dict(machine=Machine("tiny", 1e9, memory=1000, bandwidth=1e9)), "no stages fit into"),
     ):

@@ -104,7 +104,9 @@ def test_it_follows_the_stages_of_training(schedule, copies):
         found = pipeline(given, batch)
         assert not copies and worst(found, fun(jax.device_get(given), batch)) < 1e-5
     pipeline = parallelize(lambda s, b: jnp.tanh(b["x"] @ s[0][0]["w"]), followed)
-    with pytest.raises(PipeshardError, match="reads no parameters of stage 1, which it follows"):
+    with pytest.raises(
+        PipeshardError, match="reads no parameters of stage 1 of the step it follows"
+    ):
         pipeline(state, batch)
 
 
@@ -131,7 +133,7 @@ def test_what_evaluation_cannot_be():
     with pytest.raises(PipeshardError, match=r"^result 0, shape \(\), is neither a mean"):
         parallelize(worst_of, Pipeshard(4, devices=4))(state, batch)
     table = forward_only(make("gpipe", 4, 4))
-    with pytest.raises(PipeshardError, match="forwards alone, and the step takes a gradient"):
+    with pytest.raises(PipeshardError, match="only forwards, but the step takes a gradient"):
         parallelize(TRAIN, Pipeshard(4, schedule=table, devices=4))(state, batch)
 
 

@@ -34,16 +34,17 @@ OTHERS = {
     "w1": "argument 0['w1']",
 }
 FAILING = {
-    "across": ["PipeshardError: mesh 0 has devices of processes [0, 1]: make every mesh of devices"]
+    "across": ["PipeshardError: mesh 0 has devices of processes [0, 1]: give every mesh devices"]
     * 2,
     "lost": [
         f"PipeshardError: [0]['{name}'] is on another process's devices: pass it as a host array"
         for name in ("w0", "w3")
     ],
-    "compare": ["PipeshardError: compare on one host: no process has all the results"] * 2,
-    "differ": ["PipeshardError: the shape of the arguments is not the same in process 0 and"] * 2,
+    "compare": ["PipeshardError: compare needs one process: none of several has all the results"]
+    * 2,
+    "differ": ["PipeshardError: the shape of the arguments differs between process 0 and"] * 2,
     **{
-        case: [f"PipeshardError: {what} is not the same in process 0 and process 1: make"] * 2
+        case: [f"PipeshardError: {what} differs between process 0 and process 1: make"] * 2
         for case, what in OTHERS.items()
     },
     "raise": ["mesh 1 (cpu:2048, cpu:2049), action 1B2: ZeroDivisionError: by design"] * 2,

@@ -195,8 +195,8 @@ class Twice(nnx.Module):
         (lambda: Twice(nnx.Rngs(0), "two"), "the model returns 2 arrays, not one: write"),
         (lambda: Twice(nnx.Rngs(0), "reverse"), "scanned in reverse: write the stages by hand"),
         (lambda: Twice(nnx.Rngs(0), "outside"), "read outside of one scan as well: write"),
-        (lambda: Twice(nnx.Rngs(0), "mean"), "no array that stage 1 is given has a row per sample"),
-        (lambda: Layer(nnx.Rngs(0)), "no blocks are seen: .*: write the stages by hand: pairs"),
+        (lambda: Twice(nnx.Rngs(0), "mean"), "no input array of stage 1 has a row per sample"),
+        (lambda: Layer(nnx.Rngs(0)), "no blocks found: .*: write the stages by hand: pairs"),
         (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "changes its state .dropout"),
     ],
 )

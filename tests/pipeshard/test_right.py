@@ -221,13 +221,13 @@ def test_what_grows_is_drawn_for_each_microbatch(name):
     [
         (
             lambda x, batch: jax.vmap(noise_of_sample)(x, jnp.arange(len(x))),
-            r"random_fold_in \(.*right.py:\d+\) makes a key of positions in the batch",
+            r"random_fold_in \(.*right.py:\d+\) makes a key from positions in the batch",
         ),
         (
             lambda x, batch: (
                 x + jax.random.normal(jax.random.fold_in(jax.random.key(0), len(x)), (6,))
             ),
-            r"random_fold_in \(.*right.py:\d+\) makes a key of positions .* or of its size",
+            r"random_fold_in \(.*right.py:\d+\) makes a key from positions .* or from its size",
         ),
         (
             lambda x, batch: noisy(x),
@@ -466,7 +466,7 @@ def test_what_a_first_batch_does_not_show(loss, leaf, later):
 )
 def test_single_samples_that_are_treated_otherwise(loss):
     batch = data(4) | {"k": np.arange(4) + 3}
-    assert_refused("a micro-batch of one sample is not treated as one of two", loss, batch)
+    assert_refused("the loss treats a micro-batch of one sample differently", loss, batch)
 
 
 def for_each(x, batch):
@@ -664,7 +664,7 @@ def test_a_weight_that_does_not_add_up_is_named():
     [
         (lambda p, x: p.sum(), r"a pair \(total, weight\), since weighted=True"),
         (lambda p, x: (p.sum(), x), r"the weight is float32\[3\]: return one number"),
-        (lambda p, x: (p.sum(), p.sum()), "the weight depends on what the gradient is taken by"),
+        (lambda p, x: (p.sum(), p.sum()), "the weight depends on arguments of the gradient"),
     ],
 )
 def test_weights_that_are_none(loss, match):
@@ -707,7 +707,7 @@ def test_a_batch_size_written_as_a_number_is_explained(wrong, microbatches):
     def loss(params, batch):
         return jnp.mean((wrong(two_layers(params, batch["x"])) - batch["y"]) ** 2)
 
-    match = r"on the batch of 8 samples but not on [12] of them: pass every array that has samples"
+    match = r"on the batch of 8 samples but not on [12] of them: pass every array with samples"
     assert_refused(match, loss, data(8), microbatches=microbatches)
 
 

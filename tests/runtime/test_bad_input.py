@@ -53,7 +53,7 @@ def test_a_mapping_without_labels_is_told_how_to_be_a_pair():
     # Was: "is no pair", without its keys.
     x, y = batches(1)[0]
     said = (
-        r"batch 0 is a UserDict of ids, mask, y, and no pair: give \(input, target\), such as "
+        r"batch 0 is a UserDict of ids, mask, y, not a pair: give \(input, target\), such as "
         r"\(\(b\['ids'\], b\['mask'\]\), b\['y'\]\) for b in loader; or name the target 'labels'"
     )
     with pytest.raises(ValueError, match=said):
@@ -92,7 +92,7 @@ def test_a_sparse_tensor_is_refused_where_it_has_to_be_cut_or_sent(layout):
     # Was: "Could not run 'aten::as_strided'", or "Cannot access storage of SparseTensorImpl".
     x, y = batches(1)[0]
     arguments = F.mse_loss, SGD
-    with pytest.raises(ValueError, match=r"batch 0 holds what cannot be cut .*: give dense arrays"):
+    with pytest.raises(ValueError, match=r"batch 0 cannot be cut .*: give dense arrays"):
         run(make("gpipe", 2, 2), stages(2), [(getattr(x, layout)(), y)], *arguments)
     modules = [nn.Sequential(*stages(1), Sparse(layout)), *stages(1)]
     with pytest.raises(RunError, match=r"0F0: ValueError: the stage's output is a torch.sparse_"):
@@ -234,7 +234,7 @@ def test_a_batch_that_has_a_graph_is_data():
 @pytest.mark.parametrize("count", [-1.0, float("nan"), float("inf")])
 def test_a_loss_that_is_the_mean_of_no_number_is_refused(count):
     loss = lambda y, t: (F.mse_loss(y, t), count)  # noqa: E731
-    with pytest.raises(RunError, match=f"the loss is the mean of {count}: give how many"):
+    with pytest.raises(RunError, match=f"the loss is the mean of {count}: return"):
         run(make("gpipe", 2, 2), stages(2), batches(1), loss, SGD)
 
 

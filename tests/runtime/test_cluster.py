@@ -95,7 +95,7 @@ def test_a_call_that_others_do_not_make_is_refused_and_can_be_followed_by_theirs
     found = []
     thread = threading.Thread(target=lambda: found.append(other.share(1, "save")))
     thread.start()
-    with pytest.raises(ValueError, match="process 1 is at save, and process 0 at fit: make the"):
+    with pytest.raises(ValueError, match="process 1 is at save, but process 0 at fit: make the"):
         one.share(0, "fit", early=True)
     assert one.share(0, "save") == [0, 1]
     thread.join()
@@ -182,7 +182,7 @@ def test_another_schedule_is_refused(store):
     errors = []
 
     def enter(process):
-        with pytest.raises(ValueError, match="process 1 runs another schedule than process 0"):
+        with pytest.raises(ValueError, match="process 1 runs a different schedule from process 0"):
             process.__enter__()
         errors.append(process.me)
 

@@ -100,9 +100,9 @@ def test_two_agents_run_what_threads_run(expected, two):
 
 
 OTHERS = {  # a thing that differs in rank 1 -> what the error says
-    "shuffled": "batch 0 is not the same in process 0 and process 1",
-    "unseeded": "of stage 1 is not the same in process 0 and process 1",
-    "unseeded replicas": "of stage 0 is not the same in process 0 and process 1",
+    "shuffled": "batch 0 differs between process 0 and process 1",
+    "unseeded": "of stage 1 differs between process 0 and process 1",
+    "unseeded replicas": "of stage 0 differs between process 0 and process 1",
     "raise": "device 1, action 1F0: ZeroDivisionError: by design",
 }
 
@@ -237,7 +237,7 @@ def test_ranks_that_catch_an_error_go_on_and_end_as_any_script(ranks, which, tmp
 def test_another_number_of_ranks_than_devices():
     ranks = Ranks.__new__(Ranks)
     ranks.me, ranks.count = 0, 3
-    with pytest.raises(ValueError, match="need 2 ranks, and 3 were started: start 2"):
+    with pytest.raises(ValueError, match="need 2 ranks, but 3 were started: start 2"):
         ranks.ranks(2)
 
 
@@ -247,7 +247,7 @@ def test_the_launcher_shows_the_error():
         3, "-m", "pipelab", "run", "gpipe", "--devices", "2", "--microbatches", "2"
     )
     assert statuses != [0]
-    assert "need 2 ranks, and 3 were started: start 2 (torchrun" in errors[0]
+    assert "need 2 ranks, but 3 were started: start 2 (torchrun" in errors[0]
 
 
 @pytest.mark.thorough

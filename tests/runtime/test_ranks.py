@@ -173,6 +173,6 @@ def test_ranks_of_a_launcher_that_was_killed_end_in_time(monkeypatch):
     for name, value in (where | {"RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"process 1 does not find the others: .*127\.0\.0\.1"):
+    with pytest.raises(RunError, match=r"process 1 cannot find the others: .*127\.0\.0\.1"):
         run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, timeout=3.0)
     assert time.monotonic() - began < 3 + 5

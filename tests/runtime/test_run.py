@@ -910,7 +910,7 @@ SHARED = nn.Linear(6, 6, dtype=torch.float64)
                 "stages": [nn.Sequential(SHARED), nn.Sequential(SHARED)],
                 "schedule": make("pipedream", 2, 2),
             },
-            "stages 0 and 1 share the weight 0.weight, and pipedream updates without a flush",
+            "stages 0 and 1 share the weight 0.weight, but pipedream updates without a flush",
         ),
         (
             {"replicas": 2, "schedule": make("pipedream", 2, 2)},
@@ -935,8 +935,8 @@ SHARED = nn.Linear(6, 6, dtype=torch.float64)
         ({"devices": "cuda:64"}, "device 'cuda:64': this machine has cpu"),
         ({"batches": iter(batches(1))}, "batches is a list_iterator: give a list, such as list"),
         ({"optimizer": None}, "optimizer is a NoneType: give a factory, such as torch.optim.SGD"),
-        ({"optimizer": lambda weights: None}, "factory made a NoneType of other weights"),
-        ({"optimizer": lambda _: SGD([SHARED.weight])}, "factory made a SGD of other weights"),
+        ({"optimizer": lambda weights: None}, "factory made a NoneType of weights"),
+        ({"optimizer": lambda _: SGD([SHARED.weight])}, "factory made a SGD of weights"),
         ({"devices": [None, None]}, "device 'None'"),
     ],
 )

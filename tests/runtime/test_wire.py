@@ -196,7 +196,9 @@ def test_tensors_without_numbers_are_refused(two_groups):
 )
 def test_tensors_that_are_not_plain_are_refused(make, kind_of, two_groups):
     near, *_ = two_groups
-    with pytest.raises(ValueError, match=f"a {kind_of} tensor is sent to no other process: let"):
+    with pytest.raises(
+        ValueError, match=f"a {kind_of} tensor cannot be sent to another process: let"
+    ):
         near.write((0, [make()], 0.0))
 
 

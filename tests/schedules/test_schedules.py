@@ -291,5 +291,5 @@ def test_other_names_lead_to_names_that_there_are():
 
 
 def test_chunks_are_for_interleaved_alone():
-    with pytest.raises(ScheduleError, match="virtual=2: gpipe has its own number of stages"):
+    with pytest.raises(ScheduleError, match="virtual=2: gpipe fixes its number of stages"):
         make("gpipe", 4, 8, virtual=2)

@@ -73,7 +73,7 @@ def test_torchs_csv_refuses_what_torch_would_train_differently():
         ("0F0,0B99999999999", "row 0, cell 1: '0B99999999999' is not an action"),
         ("999999999F0,0B0", "stage 1 has no action"),
         ("# microbatches=x\n0F0,0B0", "header: microbatches=x cannot be read"),
-        ("# microbatchs=2\n0F0,0B0", "header: microbatchs= is none of batches, copies"),
+        ("# microbatchs=2\n0F0,0B0", "header: unknown microbatchs=; use batches, copies"),
         ("# devices=1\n0F0,0B0\n1F0,1B0", "header: devices=1, but there are more rows"),
         ("# reads=SOMETIMES\n0F0,0B0", "header: reads=SOMETIMES cannot be read"),
         ("0F0,1F0\n1B0,0B0", "row 0, cell 0, 0F0: stage 0 is placed on device 1"),

@@ -107,7 +107,7 @@ def test_transfers_stand_where_the_unit_times_put_them():
 def test_a_table_that_cannot_run_has_no_order_of_transfers():
     gpipe = make("gpipe", 2, 2)
     stuck = replace(gpipe, rows=[[*reversed(gpipe.rows[0])], gpipe.rows[1]])
-    with pytest.raises(ScheduleError, match="gpipe cannot run as it stands"):
+    with pytest.raises(ScheduleError, match="gpipe cannot run"):
         stuck.with_transfers()
 
 

@@ -31,20 +31,20 @@ CASES = [
     (edited(GPIPE, 0, lambda row: row.pop(0)), "0F0 is missing on device 0: add it"),
     (edited(GPIPE, 1, lambda row: row.pop(2)), "1B0 is missing on device 1"),
     (edited(GPIPE, 1, lambda row: row.pop()), "1U0 is missing on device 1"),
-    (edited(GPIPE, 0, lambda row: row.append(row[0])), "0F0 stands twice on device 0"),
-    (edited(GPIPE, 0, swap("0F0", "0B0")), "0B0 stands before 0F0 on device 0"),
-    (edited(GPIPE, 0, swap("0B1", "0U0")), "0U0 stands before 0B1 on device 0"),
+    (edited(GPIPE, 0, lambda row: row.append(row[0])), "0F0 appears twice on device 0"),
+    (edited(GPIPE, 0, swap("0F0", "0B0")), "0B0 comes before 0F0 on device 0"),
+    (edited(GPIPE, 0, swap("0B1", "0U0")), "0U0 comes before 0B1 on device 0"),
     (
         edited(GPIPE, 0, lambda row: row.append(Action(0, Kind.W, 0))),
         "stage 0 has a full backward B and also I or W",
     ),
     (
         edited(make("gpipe", 2, 1, batches=2), 0, lambda row: row.insert(2, row.pop(4))),
-        "0B1 stands before 0F1",
+        "0B1 comes before 0F1",
     ),
     (
         edited(make("gpipe", 2, 1, batches=2), 0, lambda row: row.append(row.pop(2))),
-        "0B1 stands before 0U0",
+        "0B1 comes before 0U0",
     ),
 ]
 
@@ -71,7 +71,7 @@ def test_a_split_backward_wants_both_halves():
     assert validate(Schedule.from_grid(grid)).stages == 2
     with pytest.raises(ScheduleError, match="0W0 is missing"):
         validate(Schedule.from_grid("0F0 0I0 0U0\n1F0 1B0 1U0"))
-    with pytest.raises(ScheduleError, match="0W0 stands before 0I0"):
+    with pytest.raises(ScheduleError, match="0W0 comes before 0I0"):
         validate(Schedule.from_grid("0F0 0W0 0I0 0U0\n1F0 1B0 1U0"))
 
 
@@ -103,7 +103,7 @@ def test_rendezvous_deadlock_of_a_table_that_queues_would_pass():
     spread = make("pipedream_flush", 2, 3).with_transfers()
     assert validate(spread) is spread
     broken = edited(spread, 0, swap("0SEND_F1", "0RECV_B0"))
-    with pytest.raises(ScheduleError, match=r"deadlock|stands before"):
+    with pytest.raises(ScheduleError, match=r"deadlock|comes before"):
         validate(broken)
     rows = (
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0U0",
@@ -128,7 +128,7 @@ def test_a_missing_transfer(cell):
 
 def test_a_transfer_to_nowhere():
     spread = make("gpipe", 2, 2).with_transfers()
-    with pytest.raises(ScheduleError, match="1SEND_F0 has no other side on another device"):
+    with pytest.raises(ScheduleError, match="1SEND_F0 has no matching transfer on another device"):
         validate(edited(spread, 1, lambda row: row.append(Action(1, Kind.SEND_F, 0))))
 
 
@@ -162,7 +162,7 @@ B_AND_HALVES = "stage 0 has a full backward B and also I or W for micro-batch 0:
         (
             "microbatches=4 per_update=2",
             "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0U0 0U1",
-            "0B2 stands before 0U0 on device 0: it needs 0U0 first",
+            "0B2 comes before 0U0 on device 0: it needs 0U0 first",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_of_several_transfers_without_another_side_the_first_is_named():
     rows = [[*row] for row in make("gpipe", 2, 2).with_transfers().rows]
     rows[1] += [Action(1, Kind.SEND_F, 1), Action(1, Kind.SEND_F, 0)]
     wrong = replace(GPIPE, rows=rows)
-    with pytest.raises(ScheduleError, match="1SEND_F0 has no other side") as error:
+    with pytest.raises(ScheduleError, match="1SEND_F0 has no matching transfer") as error:
         validate(wrong)
     assert ">1SEND_F0<" in str(error.value)
 

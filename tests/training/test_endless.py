@@ -63,7 +63,7 @@ def test_a_table_of_anybodys_goes_on_as_it_does(virtual):
 
 def test_a_table_that_does_not_show_how_it_goes_on():
     short = make("pipedream", 3, 2, batches=2)
-    with pytest.raises(ValueError, match="the 2 batches of own do not show how it goes on"):
+    with pytest.raises(ValueError, match="the 2 batches of own do not show how it repeats"):
         Endless(Schedule("own", short.rows, short.placement, 2, 2, 1))
     twice = make("gpipe", 2, 2, batches=2)
     rows = [[a for a in row if str(a)[1:] != "U0"] for row in twice.rows]

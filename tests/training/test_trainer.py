@@ -215,7 +215,7 @@ def test_a_loader_that_reuses_its_memory(name):
 
 def test_a_first_batch_that_is_none():
     with Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM) as trainer:
-        with pytest.raises(ValueError, match=r"batch 0 is no pair: give \(input, target\)"):
+        with pytest.raises(ValueError, match=r"batch 0 is not a pair: give \(input, target\)"):
             list(trainer.fit([None]))
         assert len(list(trainer.fit(batches(1)))) == 1
 
@@ -293,12 +293,12 @@ def test_a_short_batch_that_no_update_fits_is_left_out_visibly():
     sizes = [8, 1, 8]
     given = stages(3), F.mse_loss, ADAM
     with Trainer(table("pipedream"), *given) as trainer:
-        with pytest.warns(UserWarning, match="batch 1 is not trained on: .* pipedream updates wi"):
+        with pytest.warns(UserWarning, match="batch 1 is skipped: .* pipedream updates wi"):
             found = list(trainer.fit(cut_to(sizes)))
         assert [batch.number for batch in found] == [1, 2]
         assert len(trainer.evaluate(cut_to(sizes))) == 3
     with Trainer(table("1f1b"), *given, replicas=2) as trainer:
-        with pytest.warns(UserWarning, match="batch 1 is not .* fewer samples than replicas"):
+        with pytest.warns(UserWarning, match="batch 1 is skipped: .* fewer samples than replicas"):
             assert len(list(trainer.fit(cut_to(sizes)))) == 2
         ((x, y),) = cut_to([1])
         twice = torch.cat([x, x]), torch.cat([y, y])
@@ -381,9 +381,9 @@ def test_checkpoints_of_run(tmp_path):
             list(trainer.fit(data[3:]))
             assert equal(trainer.weights, whole.weights)
     Trainer(table("1f1b"), *given, resume=tmp_path / "1f1b end")
-    with pytest.raises(ValueError, match="without the older weights that are read next"):
+    with pytest.raises(ValueError, match="without the older weights that come next"):
         Trainer(table("pipedream"), *given, resume=tmp_path / "pipedream end")
-    with pytest.raises(ValueError, match="was made by another table than pipedream"):
+    with pytest.raises(ValueError, match="was made with a different table than pipedream"):
         Trainer(table("vertical"), *given, resume=tmp_path / "pipedream")
     with Trainer(table("1f1b"), *given) as trainer:
         list(trainer.fit(data[:3]))
@@ -442,7 +442,7 @@ def test_steps_that_make_no_sense(steps):
 def test_outside_of_its_block_it_has_no_ranks():
     trainer = Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM)
     for _ in range(2):
-        with pytest.raises(ValueError, match="works inside `with Trainer"):
+        with pytest.raises(ValueError, match="works only inside `with Trainer"):
             list(trainer.fit(batches(1)))
         with trainer, pytest.raises(ValueError, match="has not begun: fit a batch first"):
             trainer.save("nowhere")

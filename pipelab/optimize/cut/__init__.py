@@ -1,6 +1,6 @@
 """How many layers each stage gets, and how many devices.
 
-`profile` needs torch and is loaded when it is first used.
+`profile` needs torch and is loaded when first used.
 """
 
 from importlib import import_module

@@ -1,10 +1,10 @@
-"""The dynamic program over intervals: the best stages, one behind the other, up to the last cut.
+"""The dynamic program over intervals: the best stages, one after another, up to the last cut.
 
     cuts    0   1   2   3   4        a stage is what lies between two cuts, a and b behind it
     layers    0 | 1   2 | 3          here the stages (0, 1), (1, 3), (3, 4)
 
-What comes behind a cut depends on nothing before it but on what is left to be used: stages,
-devices, or both. So the last stages come first:
+The part behind a cut depends only on what is left: stages, devices, or both. So the last stages
+come first:
 
     best(left, a) = least over b > a, and over what the stage takes, of
                     join(cost(taken, rest)[a, b], best(rest, b))
@@ -23,7 +23,7 @@ Join = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Interval(NamedTuple):
-    """A stage between two cuts, and what it takes of what there was."""
+    """A stage between two cuts, and what it takes of what is left."""
 
     first: int
     end: int
@@ -88,7 +88,7 @@ class Intervals:
 def split_intervals(
     cost: Callable[[int], np.ndarray], stages: int, join: Join = np.maximum
 ) -> tuple[float, list[int]]:
-    """The least of what the stages' costs join to, and how many layers each stage has.
+    """The least joined cost of the stages, and the number of layers in each.
 
     cost  number of a stage -> [a, b] of layers a to b - 1, infinite where there are none
     """

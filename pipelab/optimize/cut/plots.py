@@ -1,4 +1,4 @@
-"""Plots of layers' costs and of a partition of them: what every stage has to do."""
+"""Plots of layers' costs and of their partition into stages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,8 +28,8 @@ def partition(
 
     Boxes of the slowest stage are orange, those of others blue. A layer that r devices share takes
     an r-th of its time. Numbers count layers in the order of the stages, from 0. The dashed line is
-    the pace of the pipeline, that of its slowest stage or link; what is hatched in front of it is
-    idle in every micro-batch. Times are `scale` times seconds, in `unit`.
+    the pipeline's pace, set by its slowest stage or link; the hatched time before it is idle in
+    every micro-batch. Times are `scale` times seconds, in `unit`.
     """
     if isinstance(items, Partition):
         items = {"": items}

@@ -31,16 +31,16 @@ def profile(
 ) -> Profile:
     """Times and bytes of a chain of layers for one micro-batch, `sample`, the first one's input.
 
-    With a `loss`, (output, target) -> a mean or a pair with one, it counts as part of the last
-    layer: the last stage computes it.
+    A `loss`, (output, target) -> a mean or a pair with one, counts as part of the last layer: the
+    last stage computes it.
 
     Each layer runs alone, forward and backward, `warm_up` times unmeasured and then `repeats`
-    times; times are medians, on the device that the sample is on, as the layers are (with dropout,
-    if they train). What an input gradient takes is measured by itself; a weight gradient is what
-    the full backward takes longer. Activations are what autograd saves beside parameters, and the
-    input; `weight_activations` what a split backward keeps of it from I to W, with the gradients
-    that I left. The layers (copies run) and the random generator are left as they were. ValueError
-    for a sample that is no micro-batch.
+    times; times are medians, on the sample's device, with the layers as they are (with dropout, if
+    they train). An input gradient is measured alone; a weight gradient is the rest of the full
+    backward. Activations are the input and what autograd saves other than parameters;
+    `weight_activations` are what a split backward keeps of them from I to W, with the gradients
+    that I leaves. The layers (copies run) and the random generator do not change. ValueError for a
+    sample that is not a micro-batch.
 
     >>> found = profile([nn.Linear(3, 4), nn.ReLU()], torch.ones(2, 3), repeats=1)
     >>> [(layer.kind, layer.weights, layer.output) for layer in found.layers]

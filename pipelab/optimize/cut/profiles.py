@@ -29,7 +29,7 @@ class Layer:
     activations  bytes kept from its forward to its backward
     output       bytes that it sends on
     kind         the name of its class
-    weight_activations  bytes kept from I to W where its backward is split. None: as `activations`
+    weight_activations  bytes kept from I to W if its backward is split. None: `activations`
     """
 
     name: str
@@ -50,11 +50,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Profile:
-    """The layers of a model in an order in which they can run.
+    """The layers of a model in a valid order of execution.
 
     edges    (a, b): layer b reads what layer a outputs; a chain if none are given
-    samples  in the micro-batch that was measured; None: the file that it is from does not say
-    machine  on what
+    samples  in the measured micro-batch; None: its file does not say
+    machine  where it was measured
     """
 
     layers: tuple[Layer, ...]
@@ -83,7 +83,8 @@ class Profile:
         for a, b in self.edges:
             if not 0 <= a < b < len(self.layers):
                 raise ValueError(
-                    f"edge {a} -> {b}: a layer reads earlier ones, of 0 to {len(self.layers) - 1}"
+                    f"edge {a} -> {b}: a layer can only read earlier ones, from 0 to "
+                    f"{len(self.layers) - 1}"
                 )
 
     def __str__(self) -> str:
@@ -114,7 +115,7 @@ class Profile:
         return set(self.edges) == set(pairwise(range(len(self.layers))))
 
     def crossing(self, before: np.ndarray) -> np.ndarray:
-        """Bytes that cross each of the `cuts`: of layers before it that one behind it reads."""
+        """Bytes that cross each of the `cuts`: outputs before it that layers behind it read."""
         read = np.zeros_like(before)
         for a, b in self.edges:
             # What several layers behind the cut read is sent once.
@@ -122,10 +123,10 @@ class Profile:
         return read @ self.of("output")
 
     def cuts(self) -> np.ndarray:
-        """The places where the model can be cut in two: [cut, layer], whether it is before the cut.
+        """The places to cut the model in two: [cut, layer], whether the layer is before the cut.
 
         Sets of layers that read nothing from outside: n + 1 for a chain of n layers, the empty set
-        first. ValueError where there are too many.
+        first. ValueError if there are too many.
         """
         n = len(self.layers)
         if self.is_chain:
@@ -151,7 +152,7 @@ class Profile:
         return np.array([[i in have for i in range(n)] for have in ordered])
 
     def costs(self, balance: Sequence[int], **others: Any) -> Costs:
-        """The costs of stages of so many consecutive layers, for `simulate`; others as `Costs` has.
+        """Costs of stages with these numbers of layers, for `simulate`; others as in `Costs`.
 
         >>> layers = [Layer("a", forward=1), Layer("b", forward=2, weights=8)]
         >>> Profile(tuple(layers)).costs([1, 1]).forward
@@ -185,9 +186,9 @@ class Profile:
     def read(cls, text: str) -> "Profile":
         """From `to_json`, or from the text of PipeDream's graph.txt. ValueError for anything else.
 
-        The latter has ms and bytes, and no number of samples. Inputs are left out, as the data come
-        from outside, and so are pieces of tuples that nobody reads. A backward's time is shared
-        equally between its halves.
+        The latter has ms and bytes, but no number of samples. Inputs (the data come from outside)
+        and unread pieces of tuples are left out. A backward's time is split equally between its
+        halves.
         """
         if not text.lstrip().startswith("{"):
             return _read_graph(text)
@@ -198,7 +199,8 @@ class Profile:
             return cls(layers, edges, **content)
         except (TypeError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(
-                f"no profile: give an object with layers, a list of objects with a name ({error})"
+                "not a profile: give an object with layers, a list of objects with a name "
+                f"({error})"
             ) from None
 
 
@@ -235,7 +237,7 @@ def _read_graph(text: str) -> Profile:
                 kind.partition("(")[0],
             )
         elif line.strip():
-            raise ValueError(f"line {number} is no node of a profile: {line.strip()[:60]!r}")
+            raise ValueError(f"line {number} is not a node of a profile: {line.strip()[:60]!r}")
     # [2] without inputs and pieces of tuples that nobody reads, in an order in which they can run
     read = {a for sources in reads.values() for a in sources}
     kept = [

@@ -14,9 +14,8 @@ before cut j on m devices [arXiv 1806.03377, section 3.2],
 
     all-reduce       4 (m' - 1) / m' x bytes of the weights / bandwidth
 
-The program also counts the link behind the last stage, and shares a link among the m' devices. All
-links are alike: the program's levels of them (devices in a machine, machines in a cluster) are left
-out.
+The program also counts the link behind the last stage, and divides a link among the m' devices. All
+links are alike: the program's levels (devices in a machine, machines in a cluster) are left out.
 """
 
 import math
@@ -44,13 +43,13 @@ def pipedream(
 ) -> Partition:
     """The plan with the best pace that uses all devices.
 
-    bandwidth  bytes a second of every link
+    bandwidth  bytes per second of every link
     memory     bytes of a device. A stage keeps a version of its weights, and its activations, for
                every micro-batch in flight: ceil(devices from here on / replicas)
-    straight   one device a stage
-    model      "sum", as the authors' program has it, or "max", as the paper has
+    straight   one device per stage
+    model      "sum", as in the authors' program, or "max", as in the paper
 
-    ValueError for arguments that make no sense, and where no plan fits: by how much.
+    ValueError for invalid arguments, or, with the bytes missing, if no plan fits.
 
     >>> from pipelab.optimize.cut.profiles import Layer
     >>> layers = [Layer("convolution", forward=6), Layer("head", forward=2, weights=1e10)]
@@ -64,8 +63,8 @@ def pipedream(
         raise ValueError(f"model={model!r}: use one of {', '.join(MODELS)}")
     if straight and devices > len(profile.layers):
         raise ValueError(
-            f"{devices} devices for {len(profile.layers)} layers, one device a stage: use at most "
-            f"{len(profile.layers)}"
+            f"{devices} devices for {len(profile.layers)} layers, one device per stage: use at "
+            f"most {len(profile.layers)}"
         )
     problem = _Problem(profile, devices, bandwidth, model)
 

@@ -25,14 +25,14 @@ METHODS = ("uniform", "parameters", "type:REGEX", "time", "size", "pipedream")
 def split_layers(
     profile: Profile, stages: int, method: str = "time", *, memory: float = math.inf
 ) -> Partition:
-    """The layers in their order, in so many stages, by one of the methods above.
+    """The layers, in order, in this many stages, by one of the methods above.
 
     memory  bytes of a device: of weights, their gradients, and the activations of as many
             micro-batches as 1F1B keeps, stages - s on stage s
 
-    Of the splits with the smallest largest stage, the one whose stages are most alike (least sum of
-    squares). ValueError for an unknown method, for more stages than layers, and where memory does
-    not suffice: by how much.
+    Among splits with the smallest largest stage, the most even one (least sum of squares).
+    ValueError for an unknown method, more stages than layers, or, with the bytes missing, too
+    little memory.
 
     >>> from pipelab.optimize.cut.profiles import Layer
     >>> layers = tuple(Layer(str(t), forward=t) for t in (1, 2, 3, 4))
@@ -83,7 +83,7 @@ def _weights_of(profile: Profile, method: str) -> np.ndarray:
     try:
         matches = [bool(re.search(pattern, layer.kind, re.I)) for layer in profile.layers]
     except re.error as error:
-        raise ValueError(f"method={method!r}: no regular expression ({error})") from None
+        raise ValueError(f"method={method!r}: not a regular expression ({error})") from None
     if not any(matches):
         kinds = sorted({layer.kind for layer in profile.layers})
         raise ValueError(f"method={method!r}: no layer matches; there are {', '.join(kinds)}")

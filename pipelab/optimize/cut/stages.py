@@ -1,4 +1,4 @@
-"""A partition: stages of consecutive layers, each on one device or on several."""
+"""A partition: stages of consecutive layers, each on one or several devices."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ class CutStage:
     """Layers by number, and the devices that share them: each takes every r-th micro-batch.
 
     time       seconds per micro-batch, over the replicas, their all-reduce included
-    allreduce  seconds of that in it
+    allreduce  its seconds for the all-reduce
     """
 
     layers: tuple[int, ...]
@@ -29,7 +29,7 @@ class Partition:
     """Stages, from the first to the last.
 
     profile     what was cut
-    bottleneck  seconds per micro-batch of the slowest stage, or of a slower link where links count
+    bottleneck  seconds per micro-batch of the slowest stage, or of a slower link if links count
     """
 
     profile: Profile
@@ -77,22 +77,20 @@ class Partition:
     ) -> Costs:
         """For `simulate`: a replicated stage costs its share, and its all-reduce is an update.
 
-        per_update  micro-batches between two updates: 1, as the optimizer counts and `pipedream`
-                    has it; `schedule.per_update` for another schedule
-        bandwidth   bytes per second of a device's link; where both stages have replicas, they send
-                    side by side over as many links as the smaller one has
+        per_update  micro-batches between two updates: 1, as in the optimizer and `pipedream`;
+                    `schedule.per_update` for another schedule
+        bandwidth   bytes per second of a device's link; if both stages have replicas, they use as
+                    many links in parallel as the smaller one has
 
-        Replicas exchange their gradients once, after as many micro-batches as they are, or at every
-        update if that is later. So a replica's share of that is an update's of one micro-batch, and
-        with a flush all of it is paid once. (Of the model "max", which hides it behind the compute,
-        only what it takes longer.)
+        r replicas exchange gradients after r micro-batches, or at every update if that is later. So
+        an update costs one micro-batch's share of the exchange; with a flush, it is paid once in
+        full. (The model "max" hides it behind compute, and counts only the excess.)
 
-        The steady pace of `pipedream` without time for links is then the slowest stage's, which is
-        the bottleneck unless that is a link. 1F1B with a flush, or `pipedream_2bw`, keeps the pace
-        of the slowest work alone between two updates; GPipe that of the slowest forward and the
-        slowest backward together. Links are latency alone in a simulation: they slow the pace down
-        only as far as too few micro-batches are in flight to hide them, and nothing waits for a
-        link that is busy.
+        With free links, the steady pace of `pipedream` is then the slowest stage's, which is the
+        bottleneck unless that is a link. Between two updates, 1F1B with a flush or `pipedream_2bw`
+        keeps the pace of the slowest work; GPipe that of the slowest forward plus the slowest
+        backward. In a simulation, links only have latency: they slow the pace only if too few
+        micro-batches are in flight to hide them, and nothing waits for a busy link.
         """
         # A stage of a branching model may have layers that are not neighbours in the profile.
         order = [i for stage in self.stages for i in stage.layers]
@@ -119,7 +117,7 @@ class Partition:
         """For the command line; seconds.
 
         first, last  layers, numbered in the order of the stages
-        layers       their names: where a model branches, that order is another than the profile's
+        layers       their names; if a model branches, their order differs from the profile's
         """
         stages, first = [], 0
         for stage in self.stages:

@@ -8,7 +8,7 @@ def check_stages(stages: int, layers: int) -> None:
 
 
 def uniform(layers: int, stages: int) -> list[int]:
-    """How many layers each stage gets when they are shared out evenly, earlier stages first.
+    """The number of layers per stage when divided evenly, earlier stages first.
 
     >>> uniform(14, 4)
     [4, 4, 3, 3]

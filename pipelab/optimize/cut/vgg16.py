@@ -15,12 +15,11 @@ def vgg16(samples: int = 1, speed: float = 1e9) -> Profile:
     """Thirteen convolutions and three fully connected layers, for images of 224 x 224.
 
     samples  in a micro-batch
-    speed    multiply-adds a second, forward; a backward takes twice as long
+    speed    multiply-adds per second in a forward; a backward takes twice as long
 
-    Outputs, after pooling where there is one, and weights in bytes of float32. Activations are the
-    outputs alone, as PipeDream's profiles count them: what a framework keeps for the backward is
-    more (the input of each pooling, and where it found the largest). `pipelab.optimize.cut.profile`
-    measures that.
+    Outputs (after pooling, if any) and weights are in bytes of float32. Activations are only the
+    outputs, as in PipeDream's profiles. A framework keeps more for the backward (each pooling's
+    input and the indices of its maxima); `pipelab.optimize.cut.profile` measures that.
 
     >>> sum(layer.weights for layer in vgg16().layers) / 4
     138357544.0

@@ -1,5 +1,5 @@
-"""How good can a schedule be? Orders made for costs and a memory limit, and a search for the one
-that reaches the lower bounds, which no order of the actions beats."""
+"""How good can a schedule be? Orders made for costs and a memory limit, and a search for one that
+reaches the lower bounds."""
 
 from pipelab.optimize.bounds import Bound, bound, gap
 from pipelab.optimize.order.best import search

@@ -42,25 +42,24 @@ def search(
     """The fastest schedule of one batch for these costs and this memory, and how good it is.
 
     costs      of the stages, as `simulate` takes them; without recomputation
-    memory     micro-batches whose activations (of all of a device's stages) fit on a device, as
-               `make` has it; inf: no limit. Default: as many as devices, which 1F1B needs
+    memory     micro-batches whose activations (of all of a device's stages) fit on a device, as for
+               `make`; inf: no limit. Default: the number of devices, which 1F1B needs
     placement  "loop": around the devices, `virtual` stages each; "v": to the last device and back;
                or stage -> device
     split      whether backwards may be split into I and W; else they are whole
-    batches    the same order for each of them, as with any flush; the proof is of one
-    seconds    for the search, once the named schedules have been tried; 0: heuristics alone, which
-               need no OR-Tools
-    workers    threads of the solver (0: as many as cores). With one it takes the same steps each
-               time
-    progress   is called with the makespan and the bound whenever the solver finds a better one
+    batches    all in the same order, as with any flush; the proof is of one
+    seconds    time limit of the solver, after the heuristics; 0: only heuristics, which do not need
+               OR-Tools
+    workers    threads of the solver (0: one per core). With one, its steps are the same every time
+    progress   is called with the makespan and the bound whenever the solver improves one
 
     [1] Every named schedule of this placement that fits, and a list scheduler under many rules.
-    [2] The exact search from the best of them on; not beyond 4,000 actions.
+    [2] The exact search, starting from the best of them; up to 4,000 actions.
 
     The result is never slower than a named schedule that fits. Its `proof` has the bound: the
     larger one of `bound` and the solver's. Ctrl-C ends the search with the best so far.
-    ScheduleError for sizes that make no sense or have more than 200,000 actions, and for memory
-    below 1 micro-batch; CostError for costs that do not fit; ImportError without OR-Tools.
+    ScheduleError for invalid sizes, more than 200,000 actions, or memory below 1 micro-batch;
+    CostError for costs that do not fit; ImportError without OR-Tools.
 
     >>> found = search(Costs(), devices=2, microbatches=3, seconds=0)
     >>> print(found.grid())
@@ -90,14 +89,14 @@ def _check_searchable(problem: OrderProblem) -> None:
     if problem.actions > LARGEST:
         raise ScheduleError(
             f"microbatches={problem.microbatches} in {problem.stages} stages: {problem.actions:,} "
-            f"actions. The search takes {LARGEST:,}: give fewer micro-batches, whose steady state "
-            "repeats"
+            f"actions. The search takes at most {LARGEST:,}: give fewer micro-batches; their "
+            "steady state repeats"
         )
     if problem.costs.recompute is not Recompute.NEVER:
         raise CostError(
-            f"recompute={problem.costs.recompute}: the search knows no recomputation. Use "
-            "Recompute.NEVER, and where forwards run every time again (ALWAYS) add their "
-            "seconds to input_grad; activations are then those of the boundary"
+            f"recompute={problem.costs.recompute}: the search does not support recomputation. Use "
+            "Recompute.NEVER; to model ALWAYS, add the forwards' seconds to input_grad and use "
+            "the boundary's bytes as activations"
         )
 
 
@@ -172,8 +171,7 @@ def _heuristics(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
 
 
 def named_schedules(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
-    """Every named schedule of the problem's placement and kinds of backwards, whether it fits or
-    not."""
+    """Every named schedule with the problem's placement and kinds of backwards, fitting or not."""
     p, m = problem.devices, problem.microbatches
     virtual = problem.stages // p
     for name in SCHEDULES:

@@ -2,12 +2,12 @@
 
 An action is an interval; those of a device do not overlap. An action starts when its input has
 arrived, after the same action of the micro-batch before it. A device's activations are intervals,
-too, which add up to at most its memory. Where a whole backward may be better than a split one, each
-is free to be whole: then its W follows its I at once, and the gradient leaves after that.
+too, which add up to at most its memory. If whole backwards may pay, each one may be whole: its W
+then follows its I at once, and the gradient leaves after that.
 
-Times are whole numbers of a unit; every second and byte is rounded *down* to one, so that whatever
-a real table can do this one can: the solver's bound, times the unit, is a bound for real tables.
-The order that it finds is then simulated with the real costs.
+Times are whole numbers of a unit; every second and byte is rounded *down*, so it allows all that a
+real table can do: the solver's bound, times the unit, is a bound for real tables. The order found
+is then simulated with the real costs.
 """
 
 import itertools
@@ -28,8 +28,8 @@ GRAIN = 10**9  # units of a micro-batch's activations
 
 
 def common_unit(seconds: Iterable[float], longest: float) -> float:
-    """The greatest common divisor of the seconds as their decimals say; if that is too fine for a
-    makespan of up to `longest`, a 2 ** -30 of it.
+    """The greatest common divisor of the seconds, read as decimals; if too fine for a makespan of
+    up to `longest`, 2 ** -30 of that.
 
     >>> common_unit([18.522, 9.3, 0.6], 1000.0)
     0.006
@@ -50,7 +50,7 @@ def solver_library() -> Any:
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "the exact search needs OR-Tools: pip install 'pipelab[search]', or give seconds=0 for "
-            "the heuristics alone"
+            "only the heuristics"
         ) from None
     return cp_model
 
@@ -59,7 +59,7 @@ class SolverModel:
     """The problem as CP-SAT takes it; times and lengths in units.
 
     starts, ends  action -> variable
-    whole         (stage, micro-batch) -> whether its backward is whole, where that may pay
+    whole         (stage, micro-batch) -> whether its backward is whole, if that may pay
     """
 
     def __init__(self, problem: OrderProblem, known: Schedule, least: float) -> None:
@@ -205,7 +205,7 @@ class SolverModel:
         workers: int,
         progress: Callable[[float, float], None] | None = None,
     ) -> tuple[Schedule | None, float]:
-        """The best in so many seconds, or until Ctrl-C, and seconds that no table can beat."""
+        """The best table within this time, or until Ctrl-C, and seconds that no table can beat."""
         cp = self.cp
         solver = cp.CpSolver()
         solver.parameters.max_time_in_seconds = seconds

@@ -11,7 +11,7 @@ ROUNDING = 1e-6  # as a share of the bound: times are rounded to units far below
 
 @dataclass(frozen=True)
 class Proof:
-    """How good a schedule is among all of its placement and memory.
+    """How good a schedule is among all with its placement and memory.
 
     makespan  its own, in seconds
     bound     seconds that none can beat
@@ -35,7 +35,7 @@ class Proof:
 
     @property
     def status(self) -> Literal["optimal", "gap"]:
-        """optimal: the gap is no larger than a millionth, which is what rounding leaves."""
+        """ "optimal" if the gap is at most a millionth, which rounding may leave."""
         return "optimal" if self.gap <= ROUNDING else "gap"
 
     def to_json(self) -> dict[str, Any]:
@@ -59,9 +59,9 @@ class Proof:
 
 @dataclass(frozen=True)
 class Found(Schedule):
-    """A schedule that was searched for, with its `proof` (of one batch).
+    """The result of a search: a schedule with its `proof` (of one batch).
 
-    Its parts, its forwards and its table with transfers are plain ones, without a proof.
+    Its parts, its forwards and its table with transfers are plain schedules, without a proof.
     """
 
     proof: Proof = field(kw_only=True)

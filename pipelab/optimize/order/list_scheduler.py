@@ -1,7 +1,7 @@
-"""A list scheduler: whenever a device is free it starts the most urgent of what it can start.
+"""A list scheduler: whenever a device is free, it starts its most urgent possible action.
 
-What is urgent a rule says. Or the order of F and I is given, and W is placed: into gaps, and where
-a forward needs the memory (`refilled`).
+A rule says what is urgent. Or the order of F and I is given, and W goes into gaps, or where a
+forward needs the memory (`refilled`).
 """
 
 import itertools
@@ -25,14 +25,14 @@ Rows = Sequence[Sequence[Cell]]  # of the devices
 
 
 class Rule(NamedTuple):
-    """How a device chooses. Of one kind it takes the oldest micro-batch.
+    """How a device chooses. Within a kind, it takes the oldest micro-batch.
 
     order     kinds, the most urgent first
     patience  an action is not started if a more urgent one arrives before this share of it is
               done; None: before it is done, unless the device would then have waited longer
               than any other so far
-    ahead     a stage is ahead of its backwards by no more forwards than this share of those that
-              there is time for until the first gradient is back; inf: as its memory allows
+    ahead     a limit to a stage's forwards ahead of its backwards, as a share of those that fit
+              before the first gradient is back; inf: limited only by memory
     """
 
     order: tuple[Kind, ...] = ()
@@ -46,8 +46,8 @@ class GreedyOrder:
 
     rows  of a device: stages and kinds
     idle  of a device: seconds without work since its first action
-    span  seconds, of the device that takes longest from its first start to its last end;
-          inf if swaps have led to a deadlock
+    span  seconds, of the device with the longest time from first start to last end; inf if swaps
+          led to a deadlock
     """
 
     problem: OrderProblem
@@ -246,7 +246,7 @@ class _ListScheduler:
 
 
 def rules(problem: OrderProblem) -> Iterator[Rule]:
-    """The rules that mostly give the shortest span."""
+    """The rules that usually give the shortest span."""
     if not problem.split:
         yield from (Rule((Kind.B, Kind.F)), Rule((Kind.F, Kind.B)))
         return
@@ -287,14 +287,14 @@ def drafts(problem: OrderProblem) -> Iterator[GreedyOrder]:
 
 
 def in_step(problem: OrderProblem) -> GreedyOrder:
-    """The draft for even costs, with each W behind its I. In a V this is ZB-V."""
+    """The draft for even costs, with each W right after its I. In a V this is ZB-V."""
     costs = problem.costs
     even = Costs(activations=costs.activations, weight_activations=costs.weight_activations)
     return greedy_order(replace(problem, costs=even), Rule((Kind.W, Kind.F, Kind.I)))
 
 
 def refined(problem: OrderProblem, draft: GreedyOrder) -> GreedyOrder:
-    """The draft with neighbouring F and I swapped where a device would wait, while that helps."""
+    """The draft with neighbouring F and I swapped if a device would wait, while that helps."""
     for _ in range(3):
         again = refilled(problem, draft.rows, window=2)
         if again.span >= draft.span:
@@ -306,8 +306,8 @@ def refined(problem: OrderProblem, draft: GreedyOrder) -> GreedyOrder:
 def refilled(problem: OrderProblem, rows: Rows, window: int) -> GreedyOrder:
     """The draft with the F and I of these rows in their order, and W placed anew.
 
-    A device may wait as long as the one that waits most. Which one that is is known after a first
-    try, so that there is another one as long as that helps.
+    A device may wait as long as the one that waits most. A first try shows which one that is; tries
+    continue while that helps.
     """
     given = [[cell for cell in row if cell[1] is not Kind.W] for row in rows]
     rule, best = Rule(patience=None), None
@@ -322,9 +322,9 @@ def refilled(problem: OrderProblem, rows: Rows, window: int) -> GreedyOrder:
 
 
 def fuse(schedule: Schedule) -> Schedule:
-    """The same with each W that follows its own I made one action B of them.
+    """The same, with each I and a W right after it fused into one B.
 
-    That saves an action's overhead, and delays the gradient by the W.
+    That saves an action's overhead, but delays the gradient by the W.
     """
     rows = []
     for row in schedule.rows:

@@ -1,9 +1,9 @@
 """The search problem: the seconds and the memory of every action, and which tables are allowed.
 
-Micro-batches of a batch are alike. So every stage may take them in their order, in each kind of
-action: number a table's actions anew, the j-th one of a stage and kind with j. What was there for j
-forwards to start is there for the first j ones, so the new table is as fast, and it holds as much.
-A row is therefore told by the kinds and stages alone, and the search loses nothing by that order.
+Micro-batches of a batch are alike, so every stage may take them in order, in each kind of action:
+renumber the j-th action of a stage and kind as j. Inputs that let any j forwards start also let the
+first j start, so the new table is as fast and holds as much. So kinds and stages alone define a
+row, and the search loses nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,7 +43,7 @@ def as_placement(placement: str | Sequence[int], devices: int, virtual: int = 1)
     if placement == "loop":
         return loop_placement(devices, virtual)
     if virtual > 2:
-        raise ScheduleError(f"virtual={virtual}: a v has two stages a device")
+        raise ScheduleError(f"virtual={virtual}: a v has two stages per device")
     return v_placement(devices)
 
 
@@ -84,7 +84,7 @@ class OrderProblem:
 
     @property
     def actions(self) -> int:
-        """How many a table has, without its updates."""
+        """The number of a table's actions, without updates."""
         return self.stages * len(self.kinds) * self.microbatches
 
     # ---- seconds
@@ -97,7 +97,7 @@ class OrderProblem:
 
     @cached_property
     def seconds(self) -> dict[Kind, list[float]]:
-        """The same with the overhead: what an action keeps its device busy for."""
+        """The same with the overhead: how long an action keeps its device busy."""
         overhead = self.costs.overhead
         return {kind: [x + overhead for x in each] for kind, each in self.compute.items()}
 
@@ -113,24 +113,24 @@ class OrderProblem:
 
     @cached_property
     def change(self) -> Changes:
-        """Kind -> of each stage, micro-batches of memory that an action takes or gives back."""
+        """Kind -> of each stage, micro-batches of memory that an action takes or frees."""
         return changes(self.costs, self.placement)
 
     @cached_property
     def least_memory(self) -> float:
-        """The memory that a micro-batch needs on a device where its backwards are split."""
+        """The memory that a micro-batch needs on a device with split backwards."""
         # between I and W it may hold more than its activations
         needs = [max(f, -w) for f, w in zip(self.change[Kind.F], self.change[Kind.W], strict=True)]
         return max(sum(needs[s] for s in stages) for stages in self.stages_of)
 
     @property
     def whole_may_pay(self) -> bool:
-        """Whether a whole backward may be better than a split one: it has one overhead less, and
-        holds less where W needs more than I did."""
+        """Whether a whole backward may be better than a split one: it saves one overhead, and holds
+        less if W needs more than I did."""
         return self.split and bool(self.costs.overhead or max(self.change[Kind.I]) > 0)
 
     def variants(self) -> Iterator["OrderProblem"]:
-        """The problem for tables of split backwards alone, and for those of whole ones."""
+        """The problem for tables with only split backwards, and with only whole ones."""
         if not self.split or self.least_memory <= self.memory * (1 + SLACK):
             yield self
         if self.whole_may_pay:

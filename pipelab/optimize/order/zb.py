@@ -38,15 +38,15 @@ def zb(
     costs: Costs | None = None,
     memory: float | None = None,
 ) -> Schedule:
-    """One stage a device: of many tables the one whose longest device span is shortest.
+    """One stage a device: the table, of many tried, with the shortest longest device span.
 
-    costs   of its stages, in seconds; from activations and weight_activations (bytes) the share of
-            an activation that is kept from I to W. All of it where there are no bytes
-    memory  how many micro-batches' activations fit on a device. p unless given (ZB-1p); 2 p is
-            ZB-2p; fractions count, since W keeps less than I
+    costs   of its stages, in seconds; activations and weight_activations (bytes) give the share of
+            an activation kept from I to W; without bytes, all of it
+    memory  how many micro-batches' activations fit on a device. Default: p (ZB-1p); 2 p is ZB-2p;
+            fractions count, since W keeps less than I
 
-    The tables are a list scheduler's, by several rules, and the fixed orders that fit, whose
-    backwards may be whole. ScheduleError for a memory that holds no micro-batch.
+    The tables come from a list scheduler with several rules, and from the fixed orders that fit,
+    whose backwards may be whole. ScheduleError for a memory below one micro-batch.
 
     >>> zb(4, 8).peak_in_flight
     [4, 4, 4, 4]
@@ -63,9 +63,9 @@ def zb_v(
 ) -> Schedule:
     """Two chunks a device in a V, chosen as `zb` chooses.
 
-    costs   of its 2 p stages, as `zb` has them
-    memory  how many micro-batches' activations (of both chunks) fit on a device; p unless given.
-            More of it makes the bubble smaller where F, I and W differ
+    costs   of its 2 p stages, as for `zb`
+    memory  how many micro-batches' activations (of both chunks) fit on a device; default: p. More
+            memory shrinks the bubble if F, I and W differ
 
     >>> zb_v(4, 8).peak_in_flight
     [8, 8, 8, 8]

@@ -5,29 +5,29 @@ every plan, under the memory of a device.
 
 Held against what was published (tests/optimize/test_plan.py):
 
-- Zero Bubble's tables 5 and 9: 1F1B to four digits. Its interleaved column is another: their script
-  lets a chunk wait for the chunk before it only with the first micro-batch of each round. With that
-  dependency for every micro-batch the numbers are those of the simulator.
+- Zero Bubble's tables 5 and 9: 1F1B to four digits. Its interleaved column differs: in their
+  script, a chunk waits for the chunk before it only with the first micro-batch of each round. With
+  that dependency for every micro-batch, the numbers equal the simulator's.
 - Training runs of 2104.04473, 2205.05198, 2201.11990, 2211.05100, 2204.06745, 2407.21783 and
-  torchtitan: benchmarks/published.md, row by row; DeepSeek-V3's (2412.19437) beside them.
+  torchtitan: benchmarks/published.md, row by row, with DeepSeek-V3's (2412.19437).
 - Megatron-LM's figure 12, 175B on 96 GPUs, read by eye: plain 84 and 136 TFLOP/s at a batch of 12
-  and of 60 where 81 and 136 are drawn; interleaved 110 and 147 with 2 chunks, 129 and 153 with 4,
-  where 119 and 147 are drawn. So interleaving gains less with a larger batch, as published.
-- GPipe's table 2, Transformer-48 on 2, 4, 8 cores: 1.91, 3.48, 5.91 where 1.8, 3.4, 6.3 were
-  measured. Splitting a batch costs nothing here; and the softmax counts, which is worth 1.3 layers
-  that no split shares out evenly.
+  and of 60, drawn as 81 and 136; interleaved 110 and 147 with 2 chunks, 129 and 153 with 4, drawn
+  as 119 and 147. So interleaving gains less with a larger batch, as published.
+- GPipe's table 2, Transformer-48 on 2, 4, 8 cores: 1.91, 3.48, 5.91; measured were 1.8, 3.4, 6.3.
+  Splitting a batch is free here; and the softmax counts, worth 1.3 layers that cannot be split
+  evenly.
 
-Up to 64 cuts of the layers are all tried. Of more, even ones by time and by size, and those that
-`pipelab.optimize.plan.cuts` finds for the memory. How far that is from trying all is said there;
-that nothing fits may be wrong by a hair, where chunks share a device or inputs wait in buffers.
+Up to 64 cuts of the layers are all tried. Of more, it tries even ones by time and by size, and
+those that `pipelab.optimize.plan.cuts` finds for the memory. That module says how close this is to
+trying all. "Nothing fits" may be narrowly wrong if chunks share a device or inputs wait in buffers.
 
-Backwards are split only when that is asked for (`SPLIT`, with V schedules among them): I and W
-together are taken to be as long as a whole backward, which a model has to be measured for.
+Backwards are split only on request (`SPLIT`, which includes V schedules): I and W together are
+assumed to take as long as a whole backward, which only a measurement can show.
 
 Not modelled: stages with replicas of their own (see `pipelab.optimize.cut.replicated`), experts
-with unequal loads or at most some nodes for a token, messages that share a card or that tensor and
-expert parallelism run beside compute (DualPipe), formats below 16 bits; recomputation of some of a
-stage's layers.
+with unequal loads or a limit of nodes per token, messages that share a card, communication of
+tensor and expert parallelism that overlaps with compute (DualPipe), formats below 16 bits,
+recomputation of only some of a stage's layers.
 """
 
 from pipelab.optimize.plan.answer import Answer, RunnerUp, find_plan

@@ -19,7 +19,7 @@ from pipelab.runtime.bar import Bar
 
 
 class RunnerUp(NamedTuple):
-    """The best plan that decides one thing otherwise, such as the schedule, or has more memory.
+    """The best plan with one decision changed, such as the schedule, or with more memory.
 
     cause  why it loses most: memory, or a part of the step
     why    the same with numbers
@@ -36,7 +36,7 @@ class Answer:
     """The best plan that fits and the runners-up, the fastest first.
 
     choices    how many there were
-    simulated  of these; no bound says of them that they cannot win
+    simulated  those that no bound could rule out
     """
 
     problem: Problem
@@ -73,8 +73,8 @@ class Answer:
 
     @property
     def rate(self) -> float:
-        """FLOP/s a device, the scores counted that attention computes, nothing that is computed
-        again; 0 for a measured profile."""
+        """FLOP/s per device, with the scores that attention computes, without recomputation; 0 for
+        a measured profile."""
         problem = self.problem
         if not isinstance(problem.model, Transformer):
             return 0.0
@@ -116,7 +116,7 @@ class Answer:
 
 
 def stage_names(profile: Profile, balance: Sequence[int]) -> str:
-    """What each stage has, neighbours that have the same as one.
+    """The layers of each stage, with equal neighbours joined.
 
     >>> from pipelab.optimize.cut import Layer
     >>> layers = [Layer("embedding"), *[Layer("layer", 1)] * 6, Layer("head")]
@@ -134,7 +134,7 @@ def stage_names(profile: Profile, balance: Sequence[int]) -> str:
 
 
 def techniques(problem: Problem) -> str:
-    """What is counted on and what is off, in a line."""
+    """A line that says which techniques are on, and which are off."""
     used = {f"ZeRO-{problem.zero or 1}": problem.zero, "overlap of all-reduces": problem.overlap}
     if isinstance(problem.model, Transformer) and problem.model.experts > 1:
         used["pairs that hide messages to experts"] = problem.pairs
@@ -147,10 +147,10 @@ def techniques(problem: Problem) -> str:
 
 
 def find_plan(problem: Problem) -> Answer:
-    """The fastest way to train that fits; ValueError, and by how much, where nothing does.
+    """The fastest way to train that fits; ValueError, with the bytes missing, if nothing does.
 
-    Every choice is judged by the simulator, or left out because a bound says that it cannot win. A
-    bar shows how far that is, in a terminal or a notebook.
+    Every choice is simulated, or ruled out by a bound. A bar shows the progress in a terminal or a
+    notebook.
 
     >>> from pipelab.optimize.plan import MACHINES, Transformer
     >>> small = Transformer(layers=6, hidden=512, heads=8, sequence=512, vocabulary=8192)
@@ -169,10 +169,9 @@ def _find(search: Enumeration, bar: Bar) -> Answer:
     if best is None:
         smallest = search.smallest()
         raise ValueError(
-            f"nothing fits devices of {limit / 1e9:,.4g} GB: the smallest plan "
-            f"({smallest.choice}) needs {smallest.memory / 1e9:,.4g} GB, "
-            f"{(smallest.memory - limit) / 1e9:,.4g} more; use more devices, devices with more "
-            "memory, or share every layer (tensor)"
+            f"nothing fits devices of {limit / 1e9:,.4g} GB: the smallest plan ({smallest.choice}) "
+            f"needs {smallest.memory / 1e9:,.4g} GB, {(smallest.memory - limit) / 1e9:,.4g} more; "
+            "use more devices, devices with more memory, or tensor parallelism (tensor)"
         )
     others: dict[TrainingChoice, RunnerUp] = {}
     # The best of those that decide one thing otherwise: that fits, or else that would be fastest.

@@ -1,4 +1,4 @@
-"""The question: a model, a machine, a batch; and every answer that it can have."""
+"""The question: a model, a machine, a batch; and all its possible answers."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,9 +41,9 @@ class TrainingChoice(NamedTuple):
     microbatches  of a pipeline, per batch
     balance       layers a stage
     tensor        devices that share every layer
-    keep          of a transformer's layer, one of KEEP; with `recompute` never
+    keep          what a transformer's layer keeps, one of KEEP; with `recompute` never
     context       devices that share every sequence
-    longest       micro-batches of a round of `interleaved`, where these are more than p
+    longest       micro-batches in a round of `interleaved`, if more than p
     """
 
     schedule: str
@@ -61,12 +61,12 @@ class TrainingChoice(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Devices that stand for one of a pipeline."""
+        """Devices that together act as one of a pipeline."""
         return self.tensor * self.context
 
     @property
     def layer(self) -> dict[str, Any]:
-        """What a layer on one device depends on, as `Problem.profile` takes it."""
+        """What a layer's costs on one device depend on: arguments of `Problem.profile`."""
         return {
             "tensor": self.tensor,
             "context": self.context,
@@ -103,26 +103,26 @@ class TrainingChoice(NamedTuple):
 class Problem:
     """The question.
 
-    model       a Transformer, or a Profile that was measured; its times grow with the micro-batch
+    model       a Transformer, or a measured Profile, whose times grow with the micro-batch
     batch       samples of a batch, of all devices together
     tensor      how many devices may share a layer (a Transformer's)
-    schedules   that may be used; those that flush and keep backwards whole, unless more are asked
-                for
-    optimizer   bytes of optimizer state a byte of weights. 7: the 18 bytes a parameter that
-                Megatron-LM counts for Adam in mixed precision (2 weight, 4 gradient, 12 state);
-                6: ZeRO's 16 bytes, whose gradients have 2; 2: Adam in float32. Unless given, 7 for
-                a Transformer and 2 for a Profile
+    schedules   that may be used; default: those with a flush and whole backwards
+    optimizer   bytes of optimizer state per byte of weights. 7: the 18 bytes per parameter that
+                Megatron-LM counts for Adam in mixed precision (2 weight, 4 gradient, 12 state); 6:
+                ZeRO's 16 bytes, with 2 per gradient; 2: Adam in float32. Default: 7 for a
+                Transformer, 2 for a Profile
     context     how many devices may share a sequence (a Transformer's)
-    expert      replicas that the experts are shared out over
-    flash       attention keeps no square of the sequence, and computes half of it (causal)
-    sequence    what tensor parallelism leaves whole is split by tokens
-    zero        what replicas share out (arXiv 1910.02054): 1 the optimizer's state, 3 weights and
+    expert      replicas that share the experts
+    flash       attention does not keep its matrix of sequence by sequence, and computes half of it
+                (causal)
+    sequence    split by tokens what tensor parallelism leaves whole
+    zero        what replicas shard (arXiv 1910.02054): 1 the optimizer's state, 3 weights and
                 gradients as well, with an all-gather of the weights in every pass; 0 nothing.
-                Unless given, 1 for a Transformer and 0 for a Profile
-    overlap     the gradients' all-reduce runs beside the last backward, all-gathers beside a pass
-    pairs       a pair's messages to experts and back run beside its compute, in PAIRED schedules
-    blocking    messages stop the devices that they leave, as Megatron-LM's did in 2021
-    share       of a device's peak that products reach; the machine's unless given
+                Default: 1 for a Transformer, 0 for a Profile
+    overlap     the gradients' all-reduce overlaps with the last backward, all-gathers with a pass
+    pairs       a pair's messages to experts overlap with its compute, in PAIRED schedules
+    blocking    messages stop the devices that send them, as in Megatron-LM in 2021
+    share       of a device's peak that products reach; default: the machine's
     """
 
     model: Transformer | Profile
@@ -152,12 +152,12 @@ class Problem:
             vars(self)["schedules"] = (*self.schedules, "overlapped_1f1b")
         known = (*FLUSH, *SPLIT, *ASYNCHRONOUS, *PAIRED)
         if strange := [name for name in self.schedules if name not in known]:
-            raise ScheduleError(f"schedule {strange[0]!r} is not planned with: there are {known}")
+            raise ScheduleError(f"schedule {strange[0]!r} cannot be used in plans: use {known}")
         if self.zero not in (None, 0, 1, 3):
             raise ValueError(f"zero={self.zero}: give 0, 1 or 3")
         if self.optimizer is not None and not 0 <= self.optimizer < math.inf:
             raise ValueError(
-                f"optimizer={self.optimizer}: give bytes a byte of weights, at least 0"
+                f"optimizer={self.optimizer}: give bytes per byte of weights, at least 0"
             )
         self._check_shared()
         defaults = (7.0, 1) if isinstance(self.model, Transformer) else (2.0, 0)
@@ -194,7 +194,7 @@ class Problem:
     def profile(
         self, tensor: int = 1, context: int = 1, samples: int = 1, keep: str = "all"
     ) -> Profile:
-        """The layers on one device of those that share them."""
+        """The layers on one of the devices that share them."""
         model = self.model
         if isinstance(model, Profile):
             return model
@@ -210,7 +210,7 @@ class Problem:
         )
 
     def totals(self, **shared: Any) -> dict[str, np.ndarray]:
-        """Costs of all layers before each cut; and `crossing`, bytes that go over it. Arguments are
+        """Costs of all layers before each cut; and `crossing`, the bytes across it. Arguments are
         those of `profile`."""
         profile = self.profile(**shared)
         sums = {
@@ -228,9 +228,9 @@ class Problem:
         return len(self.profile().layers)
 
     def choices(self) -> Iterator[TrainingChoice]:
-        """All that use all devices and give every micro-batch the same number of samples.
+        """All choices that use all devices and have equal micro-batches.
 
-        Without tables of more than 2,000,000 actions, which would take minutes to simulate.
+        Tables of more than 2,000,000 actions are left out: simulating them takes minutes.
         """
         found: dict[TrainingChoice, None] = {}
         for tensor, context in product(self.tensor, self.context):
@@ -242,8 +242,8 @@ class Problem:
         if not found:
             raise ValueError(
                 f"batch={self.batch} on {self.devices} devices: no pipeline of at most "
-                f"{self.layers} devices has a number of replicas that divides the batch and is a "
-                f"multiple of expert={self.expert}; change one of these (or every table has more "
+                f"{self.layers} devices leaves a number of replicas that divides the batch and is "
+                f"a multiple of expert={self.expert}; change one of these (or every table has more "
                 f"than {LARGEST:,} actions)"
             )
         return iter(found)
@@ -312,10 +312,10 @@ class Problem:
     def sizes(self, choice: TrainingChoice, a: Any, b: Any) -> dict[str, Any]:
         """Costs of stages of layers a to b - 1 as `Costs` names them; a and b are any arrays.
 
-        The update is the all-reduce of the gradients, as large as the weights, among the replicas
-        and those that share a sequence, and a pass over the state. Every one of the `tensor`
-        devices sends its part of a boundary (arXiv 2104.04473, section 4.1); `link` is what a
-        micro-batch takes to the next stage, over the slowest link.
+        The update is an all-reduce of the gradients, as large as the weights, among the replicas
+        and devices that share a sequence, plus a pass over the state. Each of the `tensor` devices
+        sends its part of a boundary (arXiv 2104.04473, section 4.1); `link` is a micro-batch's time
+        to the next stage, over the slowest link.
         """
         machine, layer = self._machine, choice.layer
         totals, profile = self.totals(**layer), self.profile(**layer)
@@ -436,8 +436,8 @@ def _check_profile(profile: Profile) -> None:
         raise ValueError("the profile has no times: measure them, or give a transformer's sizes")
     if profile.samples is None:
         raise ValueError(
-            "the profile does not say of how many samples its times are: give their number as "
-            "`samples`, on the command line as --samples"
+            "the profile does not say how many samples its times are for: give their number as "
+            "`samples` (--samples on the command line)"
         )
 
 

@@ -5,18 +5,18 @@ Stage s is layers a to b - 1. Cut from the last stage on (`pipelab.optimize.cut.
     best(s, a) = min over b of max{ work(a, b), passing(a, b) + best(s + 1, b) }
 
     work     what the stage's device does in a batch
-    passing  a micro-batch goes through the stage and over the link, and its gradient back: so much
-             later, in all, the next stage begins and ends
+    passing  the time of a micro-batch through the stage and over the link, and of its gradient
+             back: the next stage begins later and ends earlier, by this in all
 
-For plain schedules with a flush this is the bound of `least_seconds`, all-reduce aside: it is
-counted for the slowest device alone. A device with v chunks works v times as long as its longest,
-and they share its memory as they would if all layers were equal.
+For plain schedules with a flush this is the bound of `least_seconds`, except that the all-reduce
+counts only for the slowest device. A device with v chunks works v times as long as its longest, and
+they share its memory as they would if all layers were equal.
 
-Where there are few cuts all of them are tried (`Problem.choices`); these are for the others. A
-choice whose inputs wait in buffers for which there is no room gets its layers cut for less
-(`Enumeration`). Beside an exhaustive search of every cut, at limits of memory that 4 to 6 random
-layers just fit: with one chunk a device none was found at 1 limit of 336, and a slower one at 11
-(by up to 6 %); with several chunks none at 2 of 120, and a slower one at 12 (by up to 13 %).
+If there are few cuts, all are tried (`Problem.choices`); these are for the others. If the waiting
+inputs' buffers do not fit, the choice is cut again for less memory (`Enumeration`). Beside an
+exhaustive search of every cut, at limits of memory that 4 to 6 random layers just fit: with one
+chunk a device none was found at 1 limit of 336, and a slower one at 11 (by up to 6 %); with several
+chunks none at 2 of 120, and a slower one at 12 (by up to 13 %).
 """
 
 import math
@@ -33,7 +33,7 @@ from pipelab.optimize.plan.limits import SLACK, Sizes, counts, held, of_devices,
 def fastest_cut(problem: Problem, choice: TrainingChoice, memory: float) -> TrainingChoice | None:
     """The choice with the fastest cut that needs at most `memory` bytes.
 
-    Bytes without the inputs that wait in buffers: these depend on the order of everything.
+    The bytes exclude inputs that wait in buffers, which depend on the order of all actions.
     """
     # [1] Is it too much even if every stage held as little for a layer as the frugalest one?
     if held(choice, _all(problem, choice), counts(choice).min(axis=1), True) > (
@@ -60,7 +60,7 @@ def fastest_cut(problem: Problem, choice: TrainingChoice, memory: float) -> Trai
 
 
 def smallest_cut(problem: Problem, choice: TrainingChoice) -> TrainingChoice:
-    """The choice with the cut that needs least memory."""
+    """The choice with the cut that needs the least memory."""
     need = _bytes(problem, choice, *_every_stage(problem, choice))
     _, balance = split_intervals(need, choice.pipeline * choice.virtual)
     return choice._replace(balance=tuple(balance))

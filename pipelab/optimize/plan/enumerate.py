@@ -1,4 +1,4 @@
-"""Best-bound first: the choice that no other beats, without simulating them all."""
+"""Best bound first: the best choice, without simulating all."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Allowed = Callable[[TrainingChoice], bool]
 
 
 class Enumeration:
-    """All choices of a problem with their bounds, and those that were simulated so far.
+    """All choices of a problem with their bounds, and the simulated ones so far.
 
     least      seconds and bytes of every choice that no cut of its layers can beat
-    seconds    bounds of a choice's own cut, once it is its turn
+    seconds    bounds of a choice's own cut, once its turn has come
     bytes      the same
-    estimates  what was simulated
+    estimates  the simulated choices
     """
 
     def __init__(self, problem: Problem, bar: Bar | None = None) -> None:
@@ -68,7 +68,7 @@ class Enumeration:
         self.bar.step(0)
 
     def best(self, memory: float, allowed: Allowed = lambda choice: True) -> Estimate | None:
-        """The fastest allowed choice that fits; of equally fast ones that with least memory."""
+        """The fastest allowed choice that fits; among equals, the one with the least memory."""
         fitting: list[Estimate] = []
         fastest = math.inf  # seconds
         cuts: dict[TrainingChoice, list[TrainingChoice]] = {}  # new ones, by choice without balance
@@ -130,7 +130,7 @@ class Enumeration:
         return None
 
     def smallest(self) -> Estimate:
-        """The choice that needs least memory."""
+        """The choice that needs the least memory."""
         best: Estimate | None = None
         order = count()
         queue = [(size, next(order), choice) for choice, (_, size) in self.least.items()]

@@ -1,4 +1,4 @@
-"""The step and memory of a choice by the simulator, and where the step goes."""
+"""The step and memory of a choice by the simulator, and what the step's time goes to."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,7 @@ from pipelab.table.schedule import Schedule
 
 @dataclass(frozen=True)
 class Estimate:
-    """A choice and what it takes.
+    """A choice and its costs.
 
     step    seconds of a batch, its flush and all-reduce included
     """
@@ -58,7 +58,7 @@ class Estimate:
     def parts(self) -> dict[str, float]:
         """Seconds of the step by cause; they add up to it. One may be below 0.
 
-        Each is what the step, or a bound of it, gains when one more cause is counted.
+        Each is what one more cause adds to the step, or to a bound of it.
         """
         problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
         no_links = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
@@ -102,9 +102,9 @@ def estimate(problem: Problem, choice: TrainingChoice) -> Estimate:
 
 
 def table_for(choice: TrainingChoice, costs: Costs, whole: bool = True) -> Schedule:
-    """One batch; without a flush four spells, each long enough to fill or drain the pipeline.
+    """One batch; without a flush, four spells, each long enough to fill or drain the pipeline.
 
-    whole  False: as many micro-batches as it takes until all repeats
+    whole  False: enough micro-batches for everything to repeat
     """
     name, p, m = choice.schedule, choice.pipeline, choice.microbatches
     batches = 4 * _spell(choice) if name in ASYNCHRONOUS else 1
@@ -115,10 +115,10 @@ def table_for(choice: TrainingChoice, costs: Costs, whole: bool = True) -> Sched
 
 
 def steady_seconds(choice: TrainingChoice, costs: Costs) -> float:
-    """The work of a batch: all actions; without a flush the inner spells', on the slowest device.
+    """The work of a batch: all actions; without a flush, the inner spells on the slowest device.
 
-    Where links are slow enough to set the pace, it is not the same in every batch: a long run takes
-    up to 2 % more or less (150 random pipelines).
+    If slow links set the pace, it differs from batch to batch: a long run takes up to 2 % more or
+    less (150 random pipelines).
     """
     if choice.schedule not in ASYNCHRONOUS:
         sizes = choice.pipeline, choice.microbatches

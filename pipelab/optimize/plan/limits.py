@@ -1,7 +1,7 @@
 """Bounds that no order of a choice's actions can beat: seconds and bytes, without a table.
 
-The search leaves out what these exclude, and simulates the rest. Costs are those of stages,
-`Problem.sizes`: of a choice's own ones, or of all that layers can be cut into (`cuts`).
+The search skips what these rule out, and simulates the rest. Costs are those of stages,
+`Problem.sizes`: a choice's own, or all that layers can be cut into (`cuts`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ Sizes = Mapping[str, Any]  # numbers, or arrays of them
 
 
 def work(choice: TrainingChoice, sizes: Sizes) -> np.ndarray:
-    """Seconds that each stage computes per batch, its updates left out."""
+    """Seconds that each stage computes per batch, without its updates."""
     m = choice.microbatches
     again = {Recompute.NEVER: 0, Recompute.EXCEPT_LAST: m - 1, Recompute.ALWAYS: m}
     once = sizes["forward"] + sizes["input_grad"] + sizes["weight_grad"]
@@ -48,9 +48,9 @@ def least_seconds(choice: TrainingChoice, sizes: Sizes) -> float:
            .  .  F0 F1 .. the work of d .. B7    before d, and after its last backward that
                                           B7     micro-batch has theirs ahead of it, then an update
 
-    With one chunk a device and no time for transfers this is what GPipe and 1F1B take. A backward
-    that is split has an input gradient ahead of it, and weight gradients may fill the drain. Where
-    there is no flush it is the busiest device's work.
+    With one chunk a device and free transfers, this is what GPipe and 1F1B take. With split
+    backwards, only input gradients come before, and weight gradients may fill the drain. Without a
+    flush, it is the busiest device's work.
     """
     p = choice.pipeline
     own = of_devices(choice, work(choice, sizes))
@@ -91,7 +91,7 @@ def least_bytes(choice: TrainingChoice, sizes: Sizes) -> float:
 
 
 def least_of_any_cut(choice: TrainingChoice, whole: Sizes) -> tuple[float, float]:
-    """Seconds and bytes that no cut of the layers can beat, from the sizes of all in one stage: a
+    """Seconds and bytes that no cut of the layers can beat, from all layers in one stage: some
     device has at least the average. Cheap, and the same for every cut."""
     in_flight = _fewest_in_flight(
         *(choice.schedule, choice.pipeline, choice.virtual, choice.microbatches, choice.longest)
@@ -108,7 +108,7 @@ def held(
     """Bytes of a stage.
 
     counts    versions of its weights, micro-batches in flight, those that wait for W (see `counts`)
-    backward  whether one runs: it has a gradient, and all activations
+    backward  whether one runs, with its gradient and all activations
     """
     versions, in_flight, waiting = counts
     activations, weights = sizes["activations"], sizes["weights"]

@@ -1,4 +1,4 @@
-"""Machines: what a device does in a second, what it holds, and what links carry."""
+"""Machines: the speed and memory of devices, and the speed of links."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,17 +11,18 @@ MAY_BE_ZERO = ("latency", "overhead", "narrow")
 class Machine:
     """Devices of one kind, in nodes, in racks.
 
-    flops      FLOP/s of a device, at most
-    share      of it that matrix products without end reach
-    narrow     k: a product of sides a, b, c takes 1 + k (1 / a + 1 / b + 1 / c) times as long as
-               its share of one without end (tiles that are half empty, waves that are not full)
-    hbm        bytes/s that a device reads and writes of its own memory: what all but products takes
+    flops      peak FLOP/s of a device
+    share      of it that infinitely large matrix products reach
+    narrow     k: a product of sides a, b, c takes 1 + k (1 / a + 1 / b + 1 / c) times as long as at
+               that share (half-empty tiles, incomplete waves)
+    hbm        bytes/s that a device reads and writes in its own memory, which bound all but
+               products
     memory     bytes of a device
     bandwidth  bytes/s that a device sends to another node while it receives as much
-    inside     the same within its node; `bandwidth` unless given
+    inside     the same within its node; default: `bandwidth`
     node       devices of a node
-    spine      bytes/s that a device sends to another rack; `bandwidth` unless given
-    rack       devices of a rack; all of them unless given
+    spine      bytes/s that a device sends to another rack; default: `bandwidth`
+    rack       devices of a rack; default: all
     latency    seconds that a message takes on top of its bytes
     overhead   seconds that every action of a schedule takes on top of its FLOPs
     fitted     where a named machine's `share` comes from; see `share_text`
@@ -54,7 +55,7 @@ class Machine:
 
     @property
     def share_text(self) -> str:
-        """The share of the peak, and the published run that it is from.
+        """The share of the peak, and its source, a published run.
 
         >>> replace(MACHINES["H100-80GB"], share=0.5).share_text
         'given; 0.574 is the best published for an H100: Llama 3 405B on 8,192 (arXiv 2407.21783)'
@@ -73,15 +74,15 @@ class Machine:
         return 2 * rows * x * y / (self.flops * self.share) * (1 + self.narrow * sides)
 
     def link(self, devices: float, cards: int = 1) -> float:
-        """Bytes/s of the slowest link among so many neighbouring devices, by all `cards` of them
-        that a node sends with."""
+        """Bytes/s of the slowest link among this many neighbouring devices, over all `cards` that a
+        node sends with."""
         if devices <= self.node:
             return self.inside
         return min(self.inside, cards * (self.bandwidth if devices <= self.rack else self.spine))
 
     def slowest(self, devices: int, cards: int = 1) -> float:
-        """The same of the slowest of all groups of so many neighbours: where a node or a rack is
-        not full of them, one crosses its end.
+        """The same for the slowest group of this many neighbours: if groups do not fill a node or
+        rack exactly, one crosses its end.
 
         >>> [Machine("m", 1, 1, 1.0, inside=10.0, node=6).slowest(n) for n in (3, 4)]
         [10.0, 1.0]
@@ -90,7 +91,7 @@ class Machine:
         return self.link(max([devices, *crossed]), cards)
 
     def allreduce(self, size: Any, among: int, link: float) -> Any:
-        """Seconds for one size or an array of them: a ring, or a tree where that is faster.
+        """Seconds for one size or an array of sizes: a ring, or a tree if that is faster.
 
         In a ring every device sends 2 (d - 1) / d of the bytes in 2 (d - 1) messages, in a tree 2
         of them in 2 log2 d (arXiv 2201.11990, section 3; NCCL 2.4's double trees).
@@ -106,7 +107,7 @@ class Machine:
         """Seconds of a collective of every `stride`-th device: 2 passes for an all-reduce, 1 for
         an all-gather, a reduce-scatter or (of what every device sends in all) an all-to-all.
 
-        Members of one node send with all their cards: a ring for each of them.
+        Members of one node use all their cards, with a ring for each.
         """
         cards = max(1, min(self.node // stride, among))
         return passes / 2 * self.allreduce(size, among, self.slowest(among * stride, cards))

@@ -1,8 +1,8 @@
 """Seconds of tables with millions of actions: a steady state is one period, counted once.
 
-A shorter table with the same warm-up and drain is simulated. If in its middle all actions come as
-much later as those of some rounds before, so would all that the whole table has more of: it takes
-so many periods longer. Where nothing repeats, the table grows, at last to the whole one.
+A shorter table with the same warm-up and drain is simulated. If all actions in its middle come one
+period later than those some rounds before, the rest of the whole table just adds periods. If
+nothing repeats, the table grows, finally to the whole one.
 """
 
 from functools import lru_cache
@@ -22,8 +22,8 @@ IN_ROUNDS = ("pipedream_flush", "interleaved", "overlapped_1f1b", "zb_h1", "zb_h
 
 
 def makespan(name: str, p: int, m: int, costs: Costs, virtual: int = 1, longest: int = 1) -> float:
-    """Seconds of one batch of a schedule that flushes, its updates and what the first action loses
-    before it starts included; to rounding those of the whole simulation.
+    """Seconds of one batch of a schedule with a flush, including its updates and the overhead of
+    its first action; equal to the whole simulation's up to rounding.
 
     >>> makespan("gpipe", 4, 8, Costs()), makespan("pipedream_flush", 4, 100_000, Costs())
     (33.0, 300009.0)
@@ -43,7 +43,7 @@ def makespan(name: str, p: int, m: int, costs: Costs, virtual: int = 1, longest:
 
 
 def shorter(name: str, p: int, m: int, rounds: int = ROUNDS) -> int:
-    """Micro-batches of a table that has all that one of m has: warm-up, rounds, drain."""
+    """Micro-batches of a table with all parts of one with m: warm-up, rounds, drain."""
     return min(m, m % p + rounds * p) if name in IN_ROUNDS else m
 
 
@@ -57,7 +57,7 @@ def table_of(
     longest: int,
     costs: Costs,
 ) -> Schedule:
-    """The table of a plan; of one that is made for its costs, the one for these."""
+    """The table of a plan; if its schedule depends on costs, the one for these."""
     sizes = {"virtual": virtual if takes(name, "virtual") else 1, "longest": longest}
     table = _table(
         name, p, m, batches=batches, costs=costs if takes(name, "costs") else None, **sizes

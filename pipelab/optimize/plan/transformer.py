@@ -56,16 +56,16 @@ class Latent(NamedTuple):
 
 @dataclass(frozen=True)
 class Transformer:
-    """A GPT of equal layers, but for the first ones, in half precision.
+    """A GPT in half precision; its layers are equal, except perhaps the first ones.
 
-    key_heads  of grouped-query attention; as many as heads unless given
-    feed       width of the feed-forward layer, or of an expert; 4 times hidden unless given
+    key_heads  for grouped-query attention; default: heads
+    feed       width of the feed-forward layer, or of an expert; default: 4 times hidden
     gated      whether that has a gate (SwiGLU): three matrices, no biases, no learned positions,
-               and the head shares no weights with the embedding
-    experts    copies of it, of which a token uses `active`
+               and a head that does not share the embedding's weights
+    experts    copies of it; a token uses `active` of them
     shared     more copies, which every token uses
-    dense      widths of the feed-forward layers of the first layers, which have no experts
-    latent     sizes of latent attention; plain or grouped-query attention unless given
+    dense      feed-forward widths of the first layers, which have no experts
+    latent     sizes of latent attention; default: plain or grouped-query attention
 
     >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
     >>> f"{gpt3.parameters:.4g} parameters, {gpt3.flops(1536):.3g} FLOPs a batch"
@@ -103,7 +103,9 @@ class Transformer:
             vars(self)["latent"] = Latent(*self.latent)
             check_counts(**{f"latent {name}": x for name, x in self.latent._asdict().items()})
         if len(self.dense) > self.layers:
-            raise ValueError(f"dense has {len(self.dense)} widths: there are {self.layers} layers")
+            raise ValueError(
+                f"dense has {len(self.dense)} widths, but there are {self.layers} layers"
+            )
         if self.hidden % self.heads:
             raise ValueError(
                 f"heads={self.heads} hidden={self.hidden}: give a number of heads that divides it"
@@ -113,7 +115,7 @@ class Transformer:
                 f"key_heads={self.key_heads}: give one that divides heads={self.heads}"
             )
         if self.active > self.experts:
-            raise ValueError(f"active={self.active}: there are {self.experts} experts")
+            raise ValueError(f"active={self.active}: there are only {self.experts} experts")
         if self.layers > MOST_LAYERS:
             raise ValueError(f"layers={self.layers}: give at most {MOST_LAYERS:,}")
 
@@ -171,7 +173,7 @@ class Transformer:
 
     @property
     def active_parameters(self) -> float:
-        """Those of weights that a token is multiplied with: the head's, but not the embedding's."""
+        """Parameters of weights that multiply a token: the head's, but not the embedding's."""
         return self._sum(Transformer._met) + self.hidden * self.vocabulary
 
     def sizes(self, tensor: int = 1) -> tuple[float, float]:
@@ -220,11 +222,11 @@ class Transformer:
         flash: bool = True,
         sequence: bool = True,
     ) -> Profile:
-        """Its layers for a micro-batch, on one of `tensor` times `context` devices that share it:
-        the table above.
+        """Its layers for a micro-batch, on one of the `tensor` times `context` devices that share
+        it, by the table above.
 
-        A pipeline keeps the word embedding twice: in its first layer and in the head. Experts are
-        shared out over `expert` replicas.
+        A pipeline keeps the word embedding twice: in its first layer and in the head. `expert`
+        replicas share the experts.
         """
         h, t, tokens = self.hidden, tensor, samples * self.sequence / context
         split = t if sequence else 1

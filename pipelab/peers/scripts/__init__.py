@@ -1,1 +1,1 @@
-"""Scripts that `export` copies into a folder as they stand: they need torch, and no pipelab."""
+"""Scripts that `export` copies into a folder unchanged: they need torch, but not pipelab."""

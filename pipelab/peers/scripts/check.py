@@ -3,7 +3,7 @@
     torchrun --nproc-per-node P check.py
 
 P is `devices` in plan.json. The toys compute with whole numbers: their sums are exact in any order,
-so that the gradients must be equal, bit for bit. The exit status is 1 where they are not.
+so the gradients must be equal, bit for bit. The exit status is 1 if they are not.
 """
 
 import copy
@@ -29,7 +29,7 @@ SAMPLES = 2  # of a micro-batch
 
 
 class Toy(nn.Linear):
-    """|W x + b|: W changes places and signs, b is -2 to 2, so that numbers stay small and whole."""
+    """|W x + b|: W permutes and flips signs, b is -2 to 2, so numbers stay small and whole."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)
@@ -43,13 +43,13 @@ class Toy(nn.Linear):
 
 
 def gradient(stage: nn.Module) -> Tensor:
-    """All of a stage's gradients in a row, 0 where there is none."""
+    """All of a stage's gradients in one tensor, 0 for missing ones."""
     found = (torch.zeros_like(p) if p.grad is None else p.grad for p in stage.parameters())
     return torch.cat([part.flatten() for part in found])
 
 
 def joined(backend: str | None = None) -> tuple[dict[str, Any], list[int]]:
-    """The plan, and the stages of this rank, in ascending order: in another one torch hangs."""
+    """The plan, and the stages of this rank, in ascending order: otherwise torch hangs."""
     plan = json.loads((FOLDER / "plan.json").read_text())
     if hashlib.sha256(TABLE.read_bytes()).hexdigest() != plan["sha256"]:
         sys.exit("schedule.csv is not the table that plan.json describes: export it again")
@@ -57,7 +57,7 @@ def joined(backend: str | None = None) -> tuple[dict[str, Any], list[int]]:
         sys.exit(f"start it by torchrun --nproc-per-node {plan['devices']} {sys.argv[0]}")
     dist.init_process_group(backend)
     if dist.get_world_size() != plan["devices"]:
-        sys.exit(f"start {plan['devices']} ranks: the table has a row for each")
+        sys.exit(f"start {plan['devices']} ranks, one per row of the table")
     return plan, [s for s, home in enumerate(plan["placement"]) if home == dist.get_rank()]
 
 

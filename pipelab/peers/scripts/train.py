@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node P train.py
 
-To train something of your own, change `stage` and `batch`; what runs the table is in check.py.
+To train your own model, change `stage` and `batch`; check.py has the code that runs the table.
 """
 
 import os
@@ -16,7 +16,7 @@ WIDTH = 32
 
 
 def stage(layers: int) -> nn.Module:
-    """The layers of one stage: a rank makes its own alone."""
+    """The layers of one stage: a rank makes only its own."""
     return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH), nn.ELU())))
 
 

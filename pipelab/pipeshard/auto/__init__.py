@@ -1,7 +1,7 @@
 """Plans for pipelines of jax programs, found by a program: layers, stages, meshes, shardings.
 
-After Alpa (Zheng et al., OSDI 2022, sections 4 and 5). It lives above the manual side, which does
-not know it: what it finds is what a user could have written by hand.
+After Alpa (Zheng et al., OSDI 2022, sections 4 and 5). It is built on the manual side, which does
+not know it: a user could write by hand whatever it finds.
 
     flops       of equations, counted without compiling
     layers      equations to layers

@@ -8,14 +8,14 @@ and after that the slowest sets the pace. So a step of B micro-batches takes
 
     T = sum t_i + (B - 1) max t_i
 
-That is no sum over stages, which a dynamic program could minimise. But for a given t_max it is:
+That is not a sum over stages, which a dynamic program could minimise. But for a given t_max it is:
 
     F(s, k, d; t_max)   least sum of t_i for the layers from k on, in s stages on d devices, each of
                         which takes at most t_max: the least over j and n of
                         t(k..j on n devices) + F(s - 1, j + 1, d - n; t_max)
 
-So every t that occurs is tried as t_max, from the smallest that any plan has. No later one can be
-better as soon as B t_max alone takes as long as the best plan so far. Both programs are that of
+So every t that occurs is tried as t_max, in increasing order. Once B t_max alone takes as long as
+the best plan so far, no later one can be better. Both programs are that of
 `pipelab.optimize.cut.intervals`; what is left to the stages from k on are s stages and d devices.
 
 A stage holds its weights, their gradients and the optimizer's state, whatever the schedule does,
@@ -41,7 +41,7 @@ class StageTable:
 
     devices     per choice, the devices of the submesh
     seconds     forward and backward of a micro-batch; infinite where a stage is not possible
-    held        bytes that are held all the time
+    held        bytes that are always held
     activation  bytes that each micro-batch in flight adds
     """
 
@@ -69,7 +69,7 @@ class Stages(NamedTuple):
 def submeshes(hosts: int, devices: int) -> list[tuple[int, int]]:
     """Shapes (hosts, devices of each) that a stage's part of the cluster may have.
 
-    Powers of two within a host, and whole hosts: a cluster can always be covered by these.
+    Powers of two within a host, and whole hosts: these can always cover a cluster.
 
     >>> submeshes(2, 4)
     [(1, 1), (1, 2), (1, 4), (2, 4)]
@@ -90,7 +90,7 @@ def best_stages(
     memory     bytes of a device
     in_flight  stages from a stage to the last one -> micro-batches that it holds; default: 1F1B
 
-    Raises PipeshardError where nothing fits, and says what would.
+    Raises PipeshardError if nothing fits, and says what would.
 
     Layers that take 1, 2, 3 and 4, on meshes that are faster by the root of their devices:
 
@@ -113,8 +113,8 @@ def best_stages(
         needed, _ = _solve(table, devices, needs, np.maximum)
         if needed == np.inf:
             raise PipeshardError(
-                f"{layers} layers have no stages that use all {devices} devices: use another "
-                "number of devices or of layers"
+                f"{layers} layers cannot be cut into stages that use all {devices} devices: change "
+                "the number of devices or of layers"
             )
         # Solved again with just that memory, to tell which stage needs it.
         closest = best_stages(table, devices, 1, needed, in_flight).stages
@@ -173,11 +173,11 @@ def _explain(
     s = int(np.argmax(sizes))
     stage = stages[s]
     return (
-        f"no stages fit into {_mib(memory)} a device. What comes closest: {count} stages, where "
+        f"no stages fit into {_mib(memory)} per device. The closest plan has {count} stages, and "
         f"stage {s} (layers {stage.first} to {stage.last} on {table.devices[stage.choice]} of "
         f"{sum(table.devices[each.choice] for each in stages)} devices, {in_flight(count - s)} "
-        f"micro-batches in flight) needs {_mib(sizes[s])}, {_mib(sizes[s] - memory)} more than "
-        "there is: use more micro-batches, more devices, or more layers"
+        f"micro-batches in flight) needs {_mib(sizes[s])}, {_mib(sizes[s] - memory)} more than a "
+        "device has: use more micro-batches, more devices, or more layers"
     )
 
 

@@ -17,14 +17,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class AutoPlan(ManualStages):
-    """Stages that could have been written by hand, and why these.
+    """Stages that could have been written by hand, and the reasons for them.
 
     chosen        a profile per stage
     every         () -> the profiles of all stages that were possible
     possible      how many these are
     seconds       of a train step, by these profiles: T = sum t + (micro-batches - 1) max t
     microbatches
-    machine       whose memory is the limit, and whose seconds are modelled
+    machine       its memory is the limit, and its seconds are modelled
     cluster       the devices, a row per host
     """
 
@@ -39,9 +39,9 @@ class AutoPlan(ManualStages):
 
     @cached_property
     def profiles(self) -> tuple[StageProfile, ...]:
-        """Those of all stages that were possible.
+        """The profiles of all possible stages.
 
-        A plan is found without some of them. These are compiled when this is first asked for.
+        The search does not need some of them. These are compiled on first use.
         """
         return self.every()
 
@@ -51,7 +51,7 @@ class AutoPlan(ManualStages):
         return [stage.logical for stage in self.chosen]
 
     def estimate(self, layers: Sequence[Sequence[int]], meshes: Sequence[Shape]) -> float:
-        """Seconds of a train step with other stages on such meshes (data, model).
+        """Seconds of a train step with other stages on these meshes (data, model).
 
         Raises KeyError for a stage that was not profiled.
         """
@@ -61,7 +61,7 @@ class AutoPlan(ManualStages):
         return sum(times) + (self.microbatches - 1) * max(times)
 
     def rows(self) -> list[Row]:
-        """The profile table, a line for each stage that was possible: for pandas.DataFrame."""
+        """The profile table, a row per possible stage: for pandas.DataFrame."""
         return [_row(each) for each in self.profiles]
 
     def __str__(self) -> str:

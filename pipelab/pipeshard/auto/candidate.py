@@ -1,11 +1,11 @@
 """A possible stage: some layers in a row, how a mesh divides it, and what it costs.
 
-The search of `sharding` for every possible stage would take many times as long as all profiles. So
-it is done for single layers, on devices along "model" alone, and once for equal layers; a stage of
+Running the search of `sharding` for every possible stage would take many times as long as all
+profiles. So it runs for single layers, only along "model", and once for equal layers; a stage of
 several layers divides each parameter as its layer does.
 
-On accelerators the times are measured. Host devices of a CPU share its cores, so that measured
-times would say nothing about a machine with so many devices: there they come from the cost model.
+On accelerators the times are measured. Host devices of a CPU share its cores, so measured times
+would say nothing about a machine with as many devices: there the cost model gives them.
 """
 
 import math
@@ -310,8 +310,8 @@ class StageProfile:
     reduction         seconds, once a batch: the gradients' sum over the devices along "data"
     microbatches      of a batch
     parameter_bytes
-    held_bytes        whatever the schedule does: parameters, their gradients, the optimizer's
-                      state, the batch, and what a pass takes beside
+    held_bytes        with any schedule: parameters, their gradients, the optimizer's state, the
+                      batch, and a pass's temporary memory
     activation_bytes  kept for its backward, of each micro-batch in flight
     available_bytes   for activations: the device's memory less `held_bytes`
     """

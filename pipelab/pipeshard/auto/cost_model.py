@@ -20,7 +20,7 @@ class Cost:
 
     devices          that run it together
     flops            of each
-    ring_bytes       that each sends, were every collective a ring
+    ring_bytes       that each sends if every collective is a ring
     collectives      that it takes part in
     argument_bytes   of its part of the arguments
     output_bytes     of its part of the outputs
@@ -72,14 +72,14 @@ class Cost:
         return compute + self.ring_bytes / link + self.collectives * machine.latency
 
     def fits(self, machine: Machine) -> bool:
-        """Whether a device of the machine holds it: memory is a constraint and costs no time."""
+        """Whether it fits a device of the machine: memory is a constraint and costs no time."""
         return self.peak_bytes <= machine.memory
 
 
 def machine_of(device: Any = None) -> Machine:
     """The named machine with devices of this kind (jax's first one unless given).
 
-    Raises PipeshardError where no machine has such devices.
+    Raises PipeshardError if no machine has such devices.
     """
     device = jax.devices()[0] if device is None else device
     if device.platform == "cpu":
@@ -89,6 +89,6 @@ def machine_of(device: Any = None) -> Machine:
     if alike := [name for name, found in words.items() if found[0]]:
         return MACHINES[max(alike, key=lambda name: sum(words[name]))]
     raise PipeshardError(
-        f"nothing is known of {device.device_kind!r}: pass "
+        f"{device.device_kind!r} is not a known machine: pass "
         "machine=pipelab.optimize.plan.Machine(name, flops, memory, bandwidth)"
     )

@@ -19,11 +19,11 @@ MOVES = """
 def flops(eqn: JaxprEqn, as_xla: bool = False) -> float:
     """FLOPs of one equation, with all that is inside it.
 
-    A matrix product or a convolution counts two for each pair that it multiplies; what works
-    element by element, one for each element of its largest operand or result; what only moves
-    numbers, none. A scan counts its body as often as it runs, a branch its most expensive case. A
-    `while` counts once, since nobody knows how often it runs. What a function of scalars combines,
-    as `reduce` does, counts that function once for each element.
+    A matrix product or a convolution counts two for each pair that it multiplies; an elementwise
+    operation one for each element of its largest operand or result; a pure move of numbers none. A
+    scan counts its body as often as it runs, a branch its most expensive case. A `while` counts
+    once, since its trips are unknown. What a function of scalars combines, as `reduce` does, counts
+    that function once for each element.
 
     as_xla  a scan's body as often as it is written out, as XLA's own analysis counts
 

@@ -42,7 +42,7 @@ class Collective(NamedTuple):
 
     @property
     def ring_bytes(self) -> float:
-        """The bytes each device sends in all, where a ring of the group carries them.
+        """The bytes that each device sends in a ring of the group.
 
         >>> Collective("all-reduce", 1000, 4).ring_bytes
         1500.0
@@ -53,9 +53,8 @@ class Collective(NamedTuple):
 def collectives(text: str) -> list[Collective]:
     """Those of an HLO module, in the order of its text; a started one is not counted when done.
 
-    A loop's body stands in the text once: how often it runs is what XLA writes beside a loop whose
-    trips it knows, as it does of a scan. A loop whose trips it does not know counts once, and every
-    branch of a conditional counts.
+    A loop's body appears once in the text. If XLA knows the trips, as for a scan, it writes their
+    number there; otherwise the loop counts once. Every branch of a conditional counts.
     """
     found = []
     called: dict[str, tuple[str, int]] = {}  # computation -> the one that calls it, how often

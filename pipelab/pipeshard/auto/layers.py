@@ -27,7 +27,7 @@ from pipelab.pipeshard.auto.flops import flops
 
 @dataclass(frozen=True)
 class AutoLayers:
-    """Finds the layers of a loss that marks none; marks that it has are ignored.
+    """Finds the layers of a loss without marks; existing marks are ignored.
 
     n      layers
     delta  a layer has at most (1 + delta) times the FLOPs of an equal share
@@ -44,9 +44,9 @@ class AutoLayers:
             raise PipeshardError(f"{self}: give n of at least 2, and delta of at least 0")
 
     def __call__(self, loss: Graph, parameters: Variables, batch: Variables) -> list[int]:
-        """The numbers of the equations that begin a layer, but the first.
+        """The numbers of the equations that begin a layer, except the first.
 
-        Raises PipeshardError where no such layers have so few FLOPs each.
+        Raises PipeshardError if no layers keep to that limit of FLOPs.
         """
         work = np.array([flops(eqn) for eqn in loss.equations])
         if len(work) < self.n:
@@ -80,14 +80,14 @@ class AutoLayers:
         )
         if list(jaxprs_in_params(largest.params)):
             remedy = (
-                " and is one equation, which is not cut: make it "
+                " and is one equation, which cannot be cut: make it "
                 f"{max(2, np.ceil(share * self.n)):g} or more, one after another (a scan over some "
-                "of the layers, then one over the next; a checkpoint around each layer, not around "
-                "the model)"
+                "of the layers, then one over the next; a checkpoint around each layer, not "
+                "around the model)"
             )
         return PipeshardError(
-            f"AutoLayers(n={self.n}, delta={self.delta}): no {self.n} layers have FLOPs of at most "
-            f"{1 + self.delta:g} times an equal share. {largest.primitive.name} "
+            f"AutoLayers(n={self.n}, delta={self.delta}): no cut into {self.n} layers keeps each "
+            f"to {1 + self.delta:g} times an equal share of the FLOPs. {largest.primitive.name} "
             f"({place_of(largest)}) alone has {share:.0%} of all{remedy}"
         )
 

@@ -25,28 +25,27 @@ from pipelab.schedules import make
 class AutoStages:
     """Finds the stages with the shortest train step that fit the devices' memory (Alpa, section 5).
 
-    A dynamic program chooses among all runs of layers on all submeshes that they may get, as data
-    parallel, operator parallel and both. Each run is compiled for one device, and for a submesh if
-    it might be chosen there (`auto.profiles`), unless an equal one has been compiled before. Where
-    equal layers follow each other, two of them are compiled at most, and modelled seconds of more
-    are added up (`candidate.Runs`).
+    A dynamic program chooses among all runs of layers on all possible submeshes, with data
+    parallelism, operator parallelism or both. Each run is compiled for one device, and for a
+    submesh if it might be chosen there (`auto.profiles`), unless an equal one is already compiled.
+    Of equal layers in a row, at most two are compiled, and modelled seconds of more are added up
+    (`candidate.Runs`).
 
-    machine   whose memory is the limit, and whose seconds are modelled: a `Machine`, or the name of
-              one of MACHINES; "here" is the one with such devices (`auto.cost_model.machine_of`).
-              Default: that; on a CPU, whose host devices nobody plans for, "A100-80GB". The plan's
-              first line names it
-    measured  whether each possible stage is timed on the devices; default: unless they are host
-              devices, which share the cores of a CPU, or of several processes, each of which would
-              measure, and plan, something else
-    operator  whether parameters may be divided; otherwise stages are parallel over data alone
-    hosts     that the devices are on, equally many on each; default: as many as jax processes,
-              no two of which share a mesh
-    cache     what compiling has shown, by a digest of what that depends on. Planning again with the
-              same mapping compiles nothing; `shelve.open(path)` is one that a file keeps. Default:
-              one of this object alone
+    machine   its memory is the limit, and its seconds are modelled: a `Machine`, or a name in
+              MACHINES; "here" is the one with these devices (`auto.cost_model.machine_of`).
+              Default: "here"; on a CPU, "A100-80GB". The plan's first line names it
+    measured  whether each possible stage is timed on the devices. Default: yes, except for host
+              devices, which share the cores of a CPU, and for several processes, which would each
+              measure and plan differently
+    operator  whether parameters may be divided; otherwise stages are only data parallel
+    hosts     that hold the devices, the same number each; default: the number of jax processes,
+              which never share a mesh
+    cache     a mapping that keeps what compiling has shown, by a digest of what it depends on.
+              Planning again with it compiles nothing; `shelve.open(path)` keeps one in a file.
+              Default: this object's own
 
-    Modelled or measured is the compute of stages with the collectives inside. What crosses between
-    two stages costs nothing, as in Alpa.
+    The model or measurement covers stages' compute with the collectives inside. Transfers between
+    stages cost nothing, as in Alpa.
     """
 
     machine: Machine | str | None = None
@@ -56,14 +55,14 @@ class AutoStages:
     cache: Cache = field(default_factory=dict, repr=False, compare=False)
 
     def choose(self, problem: StageProblem) -> AutoPlan:
-        """The plan. Raises PipeshardError where no stages fit, and says what would."""
+        """The plan. Raises PipeshardError if no stages fit, and says what would."""
         method = problem.method
         schedule, m = method.schedule, method.microbatches
         if not isinstance(schedule, str) or make(schedule, 1, m, virtual=method.virtual).stages > 1:
             raise PipeshardError(
-                "stages='auto' finds how many stages there are, and gives every mesh one: name a "
-                "schedule with one stage a mesh, such as 'gpipe' or 'zb_h1', instead of a table "
-                f"or {schedule!r}, or give ManualStages"
+                "stages='auto' finds the number of stages, and gives every mesh one: instead of a "
+                f"table or {schedule!r}, name a schedule with one stage per mesh, such as 'gpipe' "
+                "or 'zb_h1', or give ManualStages"
             )
         devices, hosts = self._devices(method.pool)
         machine = self._machine(devices[0])
@@ -127,8 +126,8 @@ class AutoStages:
         each, rest = divmod(len(devices), hosts or 1)
         if each < 1 or rest or (hosts > 1 and each & (each - 1)):
             raise PipeshardError(
-                f"{len(devices)} devices on {hosts} hosts: use equally many on each, at least one, "
-                "and a power of two where there are several"
+                f"{len(devices)} devices on {hosts} hosts: use the same number on each, at least "
+                "one, and a power of two on several hosts"
             )
         return devices, hosts
 

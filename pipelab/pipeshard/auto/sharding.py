@@ -5,10 +5,10 @@
                                   P("model")          [1024, 1024] each, by rows
                                   P(None, "model")    [4096, 256] each, by columns
 
-Every array has such choices, and a candidate is one of them for each array. XLA compiles a
-candidate for arrays that need not exist, and adds the collectives that it takes. What it compiled
-has a `Cost`, and the machine's formula turns that into seconds. Up to a number of candidates all
-are tried; beyond, one array after another is improved until none can be.
+Every array has such choices, and a candidate is one choice for each array. XLA compiles a candidate
+for arrays that need not exist, and adds the collectives that it takes. The compiled program has a
+`Cost`, which the machine's formula turns into seconds. Up to a limit, all candidates are tried;
+beyond it, one array after another is improved until none can be.
 """
 
 import math
@@ -131,9 +131,9 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits, of those that were measured, if any were.
+        """The fastest that fits, among the measured ones, if any.
 
-        Raises PipeshardError where none fits.
+        Raises PipeshardError if none fits.
         """
         fitting = [each for each in self.table if each.cost.fits(self.machine)]
         if not fitting:
@@ -207,17 +207,17 @@ def search_sharding(
     """The best assignment of a mesh's axes to the dimensions of a program's arrays.
 
     fun        of trees of arrays, pure
-    arguments  for it: arrays, or jax.ShapeDtypeStruct, for nothing is computed
-    machine    whose seconds count; default: the named one with such devices
-    choices    what may be chosen for an array: `anywhere`, or one per argument, such as
-               [over_model, over_data] for (parameters, batch). On a mesh of (4, 1) devices along
-               "data" and "model" that is data parallel, on (1, 4) operator parallel, on (2, 2) both
-    outputs    where the results lie: called as `fun` is, with specs for arrays, it returns theirs,
-               None where the compiler may choose: `lambda weights, batch: (None, weights)` for a
-               loss and gradients that lie as their weights do. Default: the compiler chooses
+    arguments  for it: arrays, or jax.ShapeDtypeStruct, since nothing is computed
+    machine    its seconds count; default: the named one with these devices
+    choices    the choices for an array: `anywhere`, or one function per argument, such as
+               [over_model, over_data] for (parameters, batch): data parallelism on a mesh of (4, 1)
+               devices along "data" and "model", operator parallelism on (1, 4), both on (2, 2)
+    outputs    the results' shardings: a function that takes specs for `fun`'s arrays and returns
+               those of the results, None if the compiler may choose: `lambda weights, batch: (None,
+               weights)` for a loss and gradients sharded as the weights. Default: it chooses
     tied       per array a key: those with equal keys, of one shape, get the same choice
-    limit      so many candidates are all tried. Beyond, one array after another gets its best
-               choice while the others stay, until nothing improves
+    limit      up to this many candidates, all are tried. Beyond, one array after another gets its
+               best choice while the others stay, until nothing improves
     progress   whether to show a bar of candidates; default: in a terminal or a notebook
 
     >>> import numpy as np

@@ -1,7 +1,7 @@
 """A batch in micro-batches: when they add up to it, and what they draw at random.
 
-It is proved from the equations, before there is data. To try it on the first batches would be less
-code, and pass a loss that ignores padding, or bounds what is still small, where these have none.
+It is proved from the equations, before there is data. A trial on the first batches would be less
+code, but pass a loss that ignores padding, or clips large values, if these batches have none.
 
 tags          what a value is to the batch
 primitives    what is known of jax's own operations, and what they run inside

@@ -1,4 +1,4 @@
-"""Random numbers: what grows with the batch, every micro-batch draws by itself.
+"""Random numbers: every micro-batch draws its own if their shape grows with the batch.
 
 The number of a micro-batch is folded in at the draw:
 
@@ -73,8 +73,8 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
     mine, theirs = ([e for e in g.equations if contains(e, DRAWS)] for g in (graph, twin))
     if [e.primitive for e in mine] != [e.primitive for e in theirs]:
         raise PipeshardError(
-            "the loss draws other random numbers for another size of batch: write it the same for "
-            "every size"
+            "the loss draws different random numbers for another size of batch: write it the same "
+            "for every size"
         )
     twins = iter(theirs)
     for eqn in graph.equations:
@@ -139,7 +139,7 @@ def _inside(eqn: JaxprEqn, graphs: list[Graph], number: Any, xs: Arrays) -> Arra
         )
     raise PipeshardError(
         f"{name} ({place_of(eqn)}) draws random numbers for every sample, inside a function that "
-        "cannot be opened: draw them before, and pass them in"
+        "cannot be opened: draw them outside, and pass them in"
     )
 
 

@@ -72,7 +72,7 @@ def combinations(
 
     piece, whole  the step of one micro-batch and of the batch
 
-    It is exact where the micro-batches add up to the batch. Raises PipeshardError where a result is
+    It is exact if the micro-batches add up to the batch. Raises PipeshardError if a result is
     neither a mean nor a sum over the batch, nor one value per sample.
     """
     m, samples = method.microbatches, arguments.samples // method.microbatches
@@ -94,8 +94,8 @@ def combinations(
         pair = trace(step, arguments, 2)
         _combined(pair, trace(step, arguments, 4), (2, 4), method.reduce)
         raise PipeshardError(
-            "a micro-batch of one sample is not treated as one of two or more: write the loss the "
-            "same for every size of batch (squeeze(-1), not squeeze()), or ask for fewer "
+            "the loss treats a micro-batch of one sample differently from larger ones: write the "
+            "loss the same for every size of batch (squeeze(-1), not squeeze()), or ask for fewer "
             f"micro-batches ({error})"
         ) from None
 
@@ -178,9 +178,8 @@ def _of_loss(tag: Tag, reduce: str | None) -> Combine:
         return Combine(known or How(reduce))
     why = f": {tag.why}" if tag.why else f" (it grows as samples to the power {tag.degree:g})"
     raise PipeshardError(
-        f"the loss is neither a mean nor a sum over the batch{why}, so that micro-batches do not "
-        "add up to the batch; if each micro-batch is to count by itself anyway, say "
-        "Pipeshard(reduce='mean')"
+        f"the loss is neither a mean nor a sum over the batch{why}, so micro-batches do not add up "
+        "to the batch; to average over micro-batches anyway, say Pipeshard(reduce='mean')"
     )
 
 
@@ -198,8 +197,8 @@ def _of_aux(name: str, tag: Tag, atom: Atom, axis: int | None, reduce: str | Non
     why = f" ({tag.why.partition(';')[0]})" if tag.why else ""
     if name == WEIGHT:
         raise PipeshardError(
-            f"the weight of the loss is neither a mean nor a sum over the batch{why}: weigh by the "
-            "sum of something, such as a mask, and by what is made of that number alone"
+            f"the weight of the loss is neither a mean nor a sum over the batch{why}: weigh by a "
+            "sum, such as that of a mask, or by a function of that number alone"
         )
     raise PipeshardError(
         f"{name}, shape {shape_of(atom)}, is neither a mean nor a sum "

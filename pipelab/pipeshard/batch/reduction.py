@@ -92,8 +92,8 @@ class Reductions:
 
     def _unequal(self, place: str = "") -> PipeshardError:
         return PipeshardError(
-            f"the loss has other equations for {self._known.sizes[0]} samples than for "
-            f"{self._known.sizes[1]}{place}: write it the same for every size of batch"
+            f"the loss has different equations for {self._known.sizes[0]} and "
+            f"{self._known.sizes[1]} samples{place}: write it the same for every size of batch"
         )
 
     # ---- one equation after another
@@ -230,8 +230,8 @@ class Reductions:
             return made
         inside = bad.why and f": {bad.why.partition(';')[0]}"
         why = (
-            "has a derivative that mixes samples, or is not linear in what is added up over them"
-            f"{inside} (clip gradients in the update)"
+            f"has a derivative that mixes samples, or is not linear in a sum over them{inside} "
+            "(clip gradients in the update)"
         )
         return [mixed(a, why)] * len(made)
 
@@ -273,7 +273,7 @@ class Reductions:
         carry, slices = ins[first : first + count], ins[first + count :]
         apart = self._one_by_one(ins[:first], carry, slices, tags)
         if not apart or not all(only_adds(graph, count) for graph in graphs):
-            why = "goes from sample to sample: return a value of each, and add these up"
+            why = "goes from sample to sample: return a value per sample, and add these up"
             return [mixed(a, why)] * len(a.outvars)
         results = []
         # Within one iteration there is one sample alone, and everything is fixed.

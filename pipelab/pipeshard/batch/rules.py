@@ -165,12 +165,12 @@ def _mixed(result: Result) -> Tag | None:
         if result.name in RANDOM and of_size and pair in result.known:
             return mixed(
                 result.eqn,
-                "makes a key of positions in the batch, or of its size: make one of what "
-                "is in the batch, or jax.random.split(key, n)",
+                "makes a key from positions in the batch, or from its size: make one from the "
+                "batch's content, or by jax.random.split(key, n)",
             )
     for tag in result.tags:
         if tag.role is Role.MIXED:
-            why = "reads an array or a number made of the batch's size"
+            why = "reads an array or a number made from the batch's size"
             return tag if tag.why else mixed(result.eqn, why)
     return None
 
@@ -189,7 +189,7 @@ def _random(result: Result) -> Tag | None:
     if result.name in DRAWS and result.read[0] and "rbg" in str(dtype_of(eqn.invars[0])):
         return mixed(
             eqn,
-            "draws from several rbg keys at once (jax.vmap), which gives other numbers in "
+            "draws from several rbg keys at once (jax.vmap), which gives different numbers in "
             "another batch: draw for all samples from one key, or use threefry2x32 keys",
         )
     one = len(result.made) == 1 and len(result.inner) < 2 and not result.changed

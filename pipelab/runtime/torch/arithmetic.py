@@ -32,7 +32,7 @@ class TorchArithmetic(reference.Arithmetic):
     """See `reference.Arithmetic`; `wide` computes in float64, else as the run does.
 
     replicas  the modules of each replica, which remember what it computed
-    start     where training goes on, by stage; `first` is the latest version there
+    start     where training continues, by stage; `first` is the latest version there
     """
 
     trees = TREES

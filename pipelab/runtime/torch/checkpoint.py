@@ -1,8 +1,8 @@
-"""Checkpoints: a file per stage, written by whoever holds the stage, and an index of them.
+"""Checkpoints: a file per stage, written by the rank that holds it, and an index.
 
 A checkpoint is taken between two batches, when nothing is in flight: weights with every older
-version that is still to be read, buffers, the optimizer's and the schedulers' state. Files are read
-by torch.load(weights_only=True), which runs no code, and only if they are as they were written.
+version still to be read, buffers, the state of the optimizer and the schedulers.
+torch.load(weights_only=True), which runs no code, reads files, and only unchanged ones.
 """
 
 import io
@@ -32,11 +32,11 @@ class Index:
     """The description of a checkpoint.
 
     batch    batches of the table that are done
-    seed     what forwards draw from
+    seed     of the forwards' random numbers
     schedule as CSV
     digests  of the stages' files
     layers   by stage, the names of its layers: see `recut.layers_in`
-    owner    the training that keeps it in its folder, by the name in its record; "": the caller
+    owner    the training that keeps it in its folder, by its recorded name; "": the caller
     """
 
     batch: int
@@ -49,17 +49,19 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> "Index":
-        """ValueError for a folder that holds no checkpoint, or one that was changed."""
+        """ValueError for a folder without a checkpoint, or with a changed one."""
         try:
             content = json.loads((folder / INDEX).read_text())
             digest = content.pop("digest")
             index = cls(**content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{folder} holds no checkpoint ({type(error).__name__}: {error})"
+                f"{folder} does not hold a checkpoint ({type(error).__name__}: {error})"
             ) from None
         if digest != _digest_of(content) or not index._is_sound():
-            raise ValueError(f"{folder / INDEX} is not as it was written: use another checkpoint")
+            raise ValueError(
+                f"{folder / INDEX} was changed after it was written: use another checkpoint"
+            )
         return index
 
     def _is_sound(self) -> bool:
@@ -72,7 +74,7 @@ class Index:
         return self.batch >= 0 and strings and {*map(type, self.layers)} <= {list}
 
     def check_fits(self, folder: Path, schedule: Schedule, endless: bool) -> None:
-        """ValueError if the schedule, or what `endless` goes on as it, cannot go on from this."""
+        """ValueError if the schedule, or its `endless` form, cannot continue from this."""
         if self.batch >= schedule.batches and not endless:
             raise ValueError(
                 f"{folder} is after batch {self.batch} of {schedule.batches}: "
@@ -83,8 +85,8 @@ class Index:
             return
         if not (self._begins_like(schedule) if endless else self.schedule == schedule.to_csv()):
             raise ValueError(
-                f"{folder} was made by another table than {schedule.name}: without a flush, "
-                "training goes on only by the same table (its weight versions depend on it)"
+                f"{folder} was made with a different table than {schedule.name}: without a flush, "
+                "training can only continue with the same table (its weight versions depend on it)"
             )
 
     def _begins_like(self, schedule: Schedule) -> bool:
@@ -113,14 +115,14 @@ def write_index(
 
 
 def save_stage(folder: Path, stage: int, state: StageState) -> None:
-    """Write a stage's file. OSError where that is not possible, ValueError as `packed`."""
+    """Write a stage's file. OSError if that is not possible, ValueError as for `packed`."""
     with writing(folder):
         _file(folder, stage).write_bytes(packed(stage, state))
 
 
 def packed(stage: int, state: StageState) -> bytes:
-    """The bytes of a stage's file. ValueError for what `load_stage` could not read."""
-    what = f"stage {stage}: no checkpoint can hold what its optimizer or a scheduler keeps"
+    """The bytes of a stage's file. ValueError for content that `load_stage` could not read."""
+    what = f"stage {stage}: a checkpoint cannot hold the state of its optimizer or a scheduler"
     return _bytes_of(vars(state), what)
 
 
@@ -141,7 +143,7 @@ def _bytes_of(state: Any, refusal: str) -> bytes:
 
 
 def load_stage(folder: Path, stage: int, index: Index) -> StageState:
-    """Read a stage's file. ValueError if it is not as it was written."""
+    """Read a stage's file. ValueError if it was changed."""
     path = _file(folder, stage)
     try:
         if path.exists() and not path.is_file():  # a pipe, say, which would be waited for
@@ -160,19 +162,19 @@ def load_stage(folder: Path, stage: int, index: Index) -> StageState:
 
 
 def save_loader(folder: Path, loader: Any) -> None:
-    """Write a data loader's state. ValueError for one that has none, or that no file can hold."""
+    """Write a data loader's state. ValueError if it has none, or a file cannot hold it."""
     if not hasattr(loader, "state_dict"):
         raise ValueError(
             f"loader is a {type(loader).__name__} without a state_dict(): leave it out, and give "
-            "`fit` what `rest_of` leaves of it; or use torchdata's StatefulDataLoader"
+            "`fit` the batches from `rest_of`; or use torchdata's StatefulDataLoader"
         )
     with writing(folder):
-        state = _bytes_of(loader.state_dict(), "no checkpoint can hold the loader's state")
+        state = _bytes_of(loader.state_dict(), "a checkpoint cannot hold the loader's state")
         (folder / LOADER).write_bytes(sha256(state).digest() + state)
 
 
 def load_loader(folder: Path) -> Any:
-    """A data loader's state; None if none was saved. ValueError if it is not as it was written."""
+    """A data loader's state; None if none was saved. ValueError if it was changed."""
     path = folder / LOADER
     if not path.exists():
         return None
@@ -205,7 +207,7 @@ def states_for(
     wanted: Sequence[int],
     factory: Callable[[Any], Any] | None,
 ) -> dict[int, StageState]:
-    """States that the `wanted` ones of `stages` go on from. ValueError where one does not fit.
+    """States that the `wanted` ones of `stages` continue from. ValueError if one does not fit.
 
     factory  makes optimizers: see `recut`
     """
@@ -221,7 +223,7 @@ def states_for(
             for count, layers in ((len(index.digests), saved), (len(stages), now))
         )
         raise ValueError(
-            f"{folder} is of {next(described)}, and the model has {next(described)}: give the same "
+            f"{folder} has {next(described)}, but the model has {next(described)}: give the same "
             "stages"
             + (
                 ", without a flush" * index.asynchronous
@@ -241,7 +243,7 @@ def _check_states(folder: Path, stages: Sequence[nn.Module], states: dict[int, S
             value = state.newest().get(name)
             if value is not None and differ(tied.setdefault(id(p), value), value):
                 raise ValueError(
-                    f"weight {name} of stage {s} is tied to another in the model, and they have "
+                    f"weight {name} of stage {s} is tied to another in the model, but they have "
                     f"different values in {folder}: give the same model"
                 )
     for s, state in states.items():
@@ -254,15 +256,15 @@ def _check_states(folder: Path, stages: Sequence[nn.Module], states: dict[int, S
             )
             if here != there:
                 raise ValueError(
-                    f"weight {name} of stage {s} is {here} in the model and {there} in {folder}: "
+                    f"weight {name} of stage {s} is {here} in the model, but {there} in {folder}: "
                     "give the same model"
                 )
         parts = dict(stages[s].named_modules())
         for name in state.buffers:
             if name.rpartition(".")[0] not in parts:
                 raise ValueError(
-                    f"buffer {name} of stage {s} is in {folder}, and the model has no place for "
-                    "it: give the same model"
+                    f"buffer {name} of stage {s} is in {folder}, but not in the model: give the "
+                    "same model"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The process of a rank that `processes` starts: it does its job until its parent kills it."""
+"""The process of a rank that `processes` starts: it works until its parent kills it."""
 
 import ctypes
 import os
@@ -34,11 +34,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class Connected(NamedTuple):
-    """What a rank shares with the others, and with their parent.
+    """What a rank shares with the others and with their parent.
 
     marks   of progress, by rank
-    ready   when each rank was, on the clock of all processes; 0 before
-    folder  of all, for files; there until the ranks are killed
+    ready   when each rank was ready, on the common clock; 0 before
+    folder  for files of all; it exists until the ranks are killed
     """
 
     marks: Any
@@ -102,7 +102,7 @@ def rank_process(connection: Connection, rank: int, connected: Connected) -> Non
 
 
 def perform(job: Job, connected: Connected, orders: Orders) -> Iterator[Outcome]:
-    """Do the orders of this rank's job, at the same time as the others, until it is killed."""
+    """Do the orders of this rank's job, in step with the others, until it is killed."""
 
     def began() -> float:
         connected.ready[job.rank] = time.perf_counter()

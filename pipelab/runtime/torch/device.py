@@ -1,4 +1,4 @@
-"""A device that runs torch stages: its clock, payloads to it, and what its actions run in."""
+"""A device that runs torch stages: its clock, payloads to it, and contexts of its actions."""
 
 import time
 import warnings
@@ -68,7 +68,7 @@ class CpuDevice(Device):
         return tensor.clone()
 
     def give(self, payload: Any) -> Any:
-        """With the CUDA event (or None) after which the payload is there."""
+        """With the CUDA event (or None) that marks its arrival."""
         return payload, None
 
     def take(self, parcel: Any) -> Any:
@@ -94,11 +94,11 @@ class CpuDevice(Device):
     ) -> AbstractContextManager[Any]:
         """The context of a forward: a stream of random numbers of its own, and mixed precision.
 
-        With a seed it gives `drew`, which says at its end whether anything was drawn.
+        With a seed it yields `drew`, which says at its end whether anything was drawn.
 
-        torch draws from one generator a device, so that the threads of a process take turns where
-        forwards draw. A cache of casts would outlive the weights: the caller's own autocast, around
-        this one, is what empties it.
+        torch has one generator per device, so a process's threads take turns if forwards draw. A
+        cache of casts would outlive the weights: only the caller's own autocast, around this one,
+        empties it.
         """
         kind = self.device.type
         mixed = torch.autocast(kind, autocast, cache_enabled=False) if autocast else HERE
@@ -121,9 +121,9 @@ class CpuDevice(Device):
 
 
 class CudaDevice(CpuDevice):
-    """A GPU, or a part of it, with a stream of its own, so that several workers can share it.
+    """A GPU, or a part of it, with its own stream, so that several workers can share it.
 
-    The host runs ahead, so marks of time are events. Of two that overlap it is asked one after the
+    The host runs ahead, so marks of time are events. Two overlapping actions run one after the
     other: a forward on another stream would write into memory that a backward still reads.
     """
 
@@ -214,8 +214,8 @@ class CudaDevice(CpuDevice):
 def stream_of(name: str, worker: int) -> torch.cuda.Stream:
     """The stream of a worker on a GPU or a part of one, the same in every run.
 
-    torch keeps freed memory for the stream that it was used on, and cuBLAS a workspace for each:
-    with new streams, every run would take more of both, and be slow until it has them.
+    torch keeps freed memory per stream, and cuBLAS a workspace: with new streams, every run would
+    take more of both, and be slow until it has them.
     """
     part = find_part(name)
     return stream_of_part(*part) if part else torch.cuda.Stream(torch.device(name))
@@ -228,7 +228,7 @@ def copies_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
 
 
 def torch_device(name: str, worker: int) -> CpuDevice:
-    """The runtime of a device for a worker by its number. ValueError as `find_device`."""
+    """The runtime of a device for a worker by its number. ValueError as for `find_device`."""
     device = find_device(name)
     if device.type == "cpu":
         return CpuDevice(device)
@@ -247,7 +247,7 @@ def draw_from(seed: int, device: torch.device) -> None:
 
 
 def drew_from(seed: int, device: torch.device) -> bool:
-    """Whether anything was drawn since; begins with the seed again."""
+    """Whether anything was drawn since; starts again from the seed."""
 
     def states() -> list[Tensor]:
         cuda = device.type == "cuda"
@@ -277,10 +277,10 @@ def whole_backward(
 def walk(
     starts: Sequence[GradientEdge], gradients: Sequence[Tensor], ends: Sequence[Tensor] = ()
 ) -> None:
-    """Accumulate gradients from `starts` on, those of `ends` or else of all leaves; no graph stays.
+    """Accumulate gradients from `starts`, those of `ends` or else of all leaves; frees the graph.
 
-    torch.autograd.backward (2.11 to 2.13) calls this after a comparison of shapes in Python: they
-    are right here, and it takes as long as a small product.
+    torch.autograd.backward (2.11 to 2.13) first compares shapes in Python, as slowly as a small
+    product; here they are right.
     """
     keep_graph = build_another = False
     _engine_run_backward(
@@ -295,13 +295,13 @@ def walk(
 
 
 def check_modes() -> None:
-    """ValueError inside what torch does in this thread alone, where no worker would be."""
+    """ValueError inside a torch mode that covers only this thread, not the workers'."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     found = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
     if torch._C._autograd._top_saved_tensors_default_hooks(False):
         found.append("saved_tensors_hooks")
     if found:
         raise ValueError(
-            f"the call is inside `with {found[-1]}`, which torch applies in this thread alone and "
-            "not in the workers': leave it, or enter it in the stages' forward"
+            f"the call is inside `with {found[-1]}`, which torch applies only in this thread, not "
+            "in the workers': leave it, or enter it in the stages' forward"
         )

@@ -1,7 +1,7 @@
 """How tensors travel between ranks: by torch.distributed, over gloo or, between GPUs, NCCL.
 
-A rank that has slept finds its caches cold, and every line that a message runs then takes several
-times as long as in a loop: what every message does is short.
+A rank that has slept finds its caches cold, and code then takes several times as long as in a loop:
+so the code per message is short.
 """
 
 import pickle
@@ -46,11 +46,11 @@ def backend() -> str:
 class GroupWire(Wire):
     """The wire of a rank; all ranks make theirs at the same time.
 
-    device  from which tensors leave, and at which they arrive: a rank's own GPU, if all have one
+    device  where tensors leave and arrive: a rank's own GPU, if all have one
     """
 
     def __init__(self, job: Job, gpus: Sequence[str]) -> None:
-        """`gpus` are those of all ranks, by names that no two share; empty for a CPU."""
+        """`gpus` are those of all ranks, by unique names; empty for a CPU."""
         own_gpus = all(gpus) and len({*gpus}) == len(gpus)
         self.device = torch.device(job.device if own_gpus else "cpu")
         pairs = pairs_of_ranks(job)
@@ -88,10 +88,10 @@ def new_group(ranks: Sequence[int]) -> Any:
 
 
 def groups_of(pairs: Sequence[Ends], me: int, device: torch.device) -> dict[Ends, Any]:
-    """Process groups by (from, to): in one for both, an early receive would block NCCL's sends.
+    """Process groups by (from, to): in a common one, an early receive would block NCCL's sends.
 
-    NCCL connects two ranks at their first message, and both have to call it for that: here, where
-    all do the same. Later a receiver calls it when it has read that a message has been sent.
+    NCCL connects two ranks at their first message, which both must call: here, where all do the
+    same. Later, a receiver calls it once it reads that a message was sent.
     """
     groups = {}
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -195,7 +195,7 @@ class GroupLink(Link):
             self._send(_row_of(START.pack(0, 0)), FIRST)
 
     def close(self) -> None:
-        """When all that was sent has been read."""
+        """Close once everything sent has been read."""
         self._leaving.put(self._waiting)
         self._leaving.put(None)
         self._thread.join()

@@ -23,17 +23,17 @@ class Saved:
         self.version = tensor._version
 
     def unpack(self) -> Tensor:
-        assert self.tensor is not None, "given back before its last use"
+        assert self.tensor is not None, "released before its last use"
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "a tensor saved for the backward was changed in place after the forward, by this "
-                "stage or by one that was given it: change a copy there, as clone() makes one"
+                "stage or one that received it: change a clone() instead"
             )
         return self.tensor
 
 
 class TorchLedger(Ledger):
-    """The account of a torch device. Weights and buffers are no activations, whoever saves them."""
+    """The account of a torch device. Saved weights and buffers are not activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class TorchLedger(Ledger):
         self._constants: set[int] = set()  # all of them
 
     def ignore(self, owner: int, tensors: Iterable[Tensor]) -> None:
-        """Storages of these tensors do not count; replaces what the owner said before."""
+        """Do not count the storages of these tensors; replaces the owner's earlier ones."""
         self._ignored[owner] = set(storages(tensors))
         self._constants = set().union(*self._ignored.values())
 
@@ -76,10 +76,10 @@ class TorchLedger(Ledger):
 
 
 def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
-    """The part of what autograd saved that is still kept: a graph is alive, and has it.
+    """The part of what autograd saved that a live graph still keeps.
 
-    Not all of it could be found from the operations: not what an operation in place on a view
-    saved, nor what torch.utils.checkpoint will compute again from.
+    The operations do not show all of it: not what an in-place operation on a view saved, nor the
+    inputs that torch.utils.checkpoint recomputes from.
     """
     for reference in saved:
         found = reference()

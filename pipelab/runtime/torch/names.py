@@ -14,7 +14,7 @@ PART = re.compile(r"cuda:(\d+)/(\d+)(?::(\d+))?")  # see `parts`
 
 
 class Part(NamedTuple):
-    """One of so many parts of a GPU; all numbers from 0."""
+    """One of a number of parts of a GPU, counted from 0."""
 
     gpu: int
     of: int
@@ -25,25 +25,27 @@ class Part(NamedTuple):
 
 
 def parts(gpu: str = "cuda:0", count: int = 4) -> list[str]:
-    """The names of a GPU's parts: disjoint, of equal size, for the `devices` of a run on threads.
+    """The names of a GPU's disjoint, equal parts, for the `devices` of a run on threads.
 
     >>> parts("cuda:0", 4)  # doctest: +SKIP
     ['cuda:0/4:0', 'cuda:0/4:1', 'cuda:0/4:2', 'cuda:0/4:3']
 
-    "cuda:0/4" as `devices` is the same, taken in turn. Parts of another count share multiprocessors
-    with these. Raises ValueError for a GPU that this machine does not have, or that cannot be
-    divided so.
+    "cuda:0/4" as `devices` is the same, taken in turn. Parts of a different count share
+    multiprocessors with these. Raises ValueError for a GPU that this machine does not have, or that
+    cannot be divided this way.
     """
     found = find_part(f"{gpu}/{count}") if isinstance(count, int) else None
     if not found or PART.fullmatch(gpu):
-        raise ValueError(f"parts({gpu!r}, {count!r}): give a GPU such as 'cuda:0', and how many")
+        raise ValueError(
+            f"parts({gpu!r}, {count!r}): give a GPU such as 'cuda:0', and a number of parts"
+        )
     return [str(found._replace(number=number)) for number in range(count)]
 
 
 def find_part(name: str, row: int = 0) -> Part | None:
-    """The part with this name, or a row's where it stands for all; None for whole devices.
+    """The part with this name, or a row's if it stands for all; None for whole devices.
 
-    ValueError for a GPU that cannot be divided so, and for a number that no part has.
+    ValueError for a GPU that cannot be divided this way, or a number without a part.
     """
     found = PART.fullmatch(name)
     if not found:
@@ -94,7 +96,7 @@ class Place(NamedTuple):
 
 
 def layers_in(stages: Sequence[nn.Module]) -> list[list[str]]:
-    """By stage, the names of its layers; nothing where one is no plain nn.Sequential."""
+    """By stage, the names of its layers; empty if one is not a plain nn.Sequential."""
     plain = all(
         type(stage).forward is nn.Sequential.forward and not (stage._parameters or stage._buffers)
         for stage in stages
@@ -104,10 +106,10 @@ def layers_in(stages: Sequence[nn.Module]) -> list[list[str]]:
 
 
 def names_in(stages: Sequence[nn.Module]) -> list[dict[str, str]]:
-    """By stage, what its weights are called in the model: name -> name; a tied one as its first.
+    """By stage, its weights' names in the model: name -> name; a tied one's as in its first stage.
 
-    By the numbers of their layers in it, which another cut leaves as they are; where stages are no
-    plain nn.Sequentials, by those of the stages.
+    They use the layers' numbers in it, which do not depend on the cut; if stages are not plain
+    nn.Sequentials, the stages' numbers.
     """
     layers = layers_in(stages)
     known: dict[int, str] = {}
@@ -122,7 +124,7 @@ def names_in(stages: Sequence[nn.Module]) -> list[dict[str, str]]:
 
 
 class Cut:
-    """Where layers stand in stages.
+    """The places of layers in stages.
 
     layers  by stage, their names
     """
@@ -133,7 +135,7 @@ class Cut:
         self._layer = {place: layer for layer, place in enumerate(places)}
 
     def place(self, stage: int, name: str) -> Place:
-        """The place of what has this name in a stage."""
+        """The place of the weight with this name in a stage."""
         layer, _, rest = name.partition(".")
         return Place(self._layer[stage, layer], rest)
 

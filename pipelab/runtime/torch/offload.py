@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward, in the host's memory for a while."""
+"""Activations offloaded to the host's memory between a forward and its backward."""
 
 from collections.abc import Iterable
 
@@ -12,10 +12,10 @@ from pipelab.runtime.torch.ledger import Saved
 class Offloaded:
     """Tensors on the host: those that autograd saved, and leaves of the input.
 
-    left  those that stay on the device: weights, and what is no plain dense tensor
+    left  those that stay on the device: weights, and all but plain dense tensors
 
-    Their memory moves as a whole, so that views of it are views of it again. Where another stage
-    still has it, it stays alive there; here only the copy counts.
+    Whole blocks of memory move, so views stay views. If another stage still holds one, it stays
+    alive there; here only the copy counts.
     """
 
     def __init__(self, saved: Iterable[Saved], inputs: Iterable[Tensor], device: CpuDevice) -> None:
@@ -38,7 +38,7 @@ class Offloaded:
             _give(owner, on_host if isinstance(owner, Saved) else owner.new_empty(0))
 
     def reload(self, device: CpuDevice) -> list[Tensor]:
-        """Put them back; returns their memory."""
+        """Move them back; returns their memory."""
         blocks = {address: device.from_host(block) for address, block in self._blocks.items()}
         for owner, address, on_host in self._moved:
             _give(owner, _view(on_host, blocks[address]))

@@ -1,4 +1,4 @@
-"""Tensors as bytes, and back: what has to be known of one to receive it."""
+"""Tensors as bytes, and back, with what a receiver needs to know."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def tensors_of(value: Any) -> Any:
-    """What of a message is put aside: tensors. Events stay: the copy to the CPU has waited."""
+    """The tensors of a message, put aside. Events stay: the copy to the CPU has waited."""
     if isinstance(value, torch.cuda.Event):
         return None
     return value if isinstance(value, Tensor) else NotImplemented
@@ -18,12 +18,12 @@ NAMES = {value: name for name, value in vars(torch).items() if isinstance(value,
 
 
 def like(tensor: Tensor) -> Like:
-    """What has to be known of a dense tensor to receive it."""
+    """What a receiver needs to know of a dense tensor."""
     return NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride()
 
 
 def empty(like: Like, device: torch.device) -> Tensor:
-    """A tensor like that, to receive it in."""
+    """A tensor like that, to receive into."""
     dtype, shape, strides = like
     return torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device)
 
@@ -31,14 +31,14 @@ def empty(like: Like, device: torch.device) -> Tensor:
 def dense(tensor: Tensor) -> Tensor:
     """The same numbers without gaps, in their order in memory, such as channels last.
 
-    ValueError for what is no plain tensor.
+    ValueError for anything but a plain tensor.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = (
             "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else tensor.layout
         )
         raise ValueError(
-            f"a {kind} tensor is sent to no other process: let the stage output a plain one "
+            f"a {kind} tensor cannot be sent to another process: let the stage output a plain one "
             "(to_dense, dequantize, to_padded_tensor)"
         )
     plain = tensor.detach() if tensor.requires_grad else tensor
@@ -46,7 +46,7 @@ def dense(tensor: Tensor) -> Tensor:
     if not plain.is_contiguous() or plain.is_conj() or plain.is_neg() or plain._is_zerotensor():
         plain = plain.resolve_conj().resolve_neg().clone()
     if type(plain) is not Tensor and plain.untyped_storage().device.type == "meta":
-        raise ValueError(f"a {type(tensor).__name__} has no numbers that could be sent")
+        raise ValueError(f"a {type(tensor).__name__} has no numbers to send")
     return plain
 
 

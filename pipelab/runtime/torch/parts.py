@@ -1,11 +1,11 @@
 """A GPU in parts: disjoint shares of its multiprocessors, by CUDA's green contexts.
 
-A kernel of one part has no multiprocessor of another, so that four stages on four parts are a
-pipeline, where on four streams of the whole GPU they wait for each other. Memory and its bandwidth,
-the L2 cache, power, and the host that launches the kernels are shared.
+A kernel in one part cannot use another's multiprocessors, so four stages on four parts are a
+pipeline; on four streams of the whole GPU they wait for each other. Parts share memory, its
+bandwidth, the L2 cache, power, and the host that launches kernels.
 
-It takes NVIDIA's driver from 550 (CUDA 12.4) on, which documents these calls, and the package
-cuda-bindings, which torch's CUDA builds bring.
+They need NVIDIA's driver from 550 (CUDA 12.4) on, which documents these calls, and the package
+cuda-bindings, which comes with torch's CUDA builds.
 """
 
 from functools import cache
@@ -26,7 +26,7 @@ def stream_of_part(gpu: int, count: int, number: int) -> torch.cuda.Stream:
 def contexts_of(gpu: int, count: int) -> tuple[Any, ...]:
     """A green context for each part, of equal size; they last as long as the process.
 
-    ValueError where the GPU cannot be divided so.
+    ValueError if the GPU cannot be divided this way.
     """
     torch.cuda.synchronize(gpu)  # makes the context of the whole GPU, which parts belong to
     device = _call("cuDeviceGet", gpu)
@@ -55,7 +55,8 @@ def _groups(gpu: int, whole: Any, count: int) -> list[Any]:
         if made == count:
             return groups[:count]
     raise ValueError(
-        f"cuda:{gpu} has {total} multiprocessors, which do not make {count} parts: ask for fewer"
+        f"cuda:{gpu} has {total} multiprocessors and cannot be divided into {count} parts: ask for "
+        "fewer"
     )
 
 
@@ -80,8 +81,8 @@ def _call(name: str, *arguments: Any) -> Any:
         failed = f"{type(error).__name__}: {error}".partition("\n")[0]
     if failed:
         raise ValueError(
-            f"{name} of cuda.bindings fails ({failed}), and parts of a GPU need it: install "
+            f"{name} of cuda.bindings fails ({failed}), but parts of a GPU need it: install "
             "pipelab[gpu] and a driver from 550 on, or name the GPU itself, such as cuda:0, which "
-            "gives each stage a stream of it"
+            "gives each stage a stream"
         )
     return values[0] if len(values) == 1 else values

@@ -1,6 +1,6 @@
 """The process launcher: one process a device on this machine, from a notebook too.
 
-Whatever happens, no process, file or port is left behind.
+It never leaves a process, file or port behind.
 """
 
 import io
@@ -39,7 +39,7 @@ STARTING = Lock()  # this process has one __main__
 
 
 class Processes(Threads):
-    """This process starts one for every rank, and keeps the rest to itself."""
+    """This process starts one for every rank, and does all else itself."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout, self.all = timeout, ExitStack()
@@ -59,13 +59,12 @@ class Processes(Threads):
 
 
 def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: float) -> list:
-    """work(job, progress) for every job in a process of its own, in one process group of torch's.
+    """work(job, progress) for every job in its own process, in one torch process group.
 
     When a rank raises or dies, or no action ends anywhere within `timeout` seconds, all are killed,
-    what they printed is written out in the order of ranks, and one RunError names the device, its
-    action and the cause. Jobs are sent with cloudpickle, so models and functions defined in a
-    notebook's cells work. `progress` takes a number, whose meaning the job knows; each call shows
-    that the rank gets on.
+    their output is printed in the order of ranks, and one RunError names the device, its action and
+    the cause. Jobs are sent with cloudpickle, so models and functions from a notebook's cells work.
+    `progress` takes a number, whose meaning the job knows; each call shows progress of the rank.
     """
     with _started(jobs, partial(perform_once, work)) as ranks:
         return _collect(ranks, timeout)
@@ -157,8 +156,8 @@ def _start_server() -> None:
             raise
         folder = tempfile.gettempdir()
         raise ValueError(
-            f"processes meet at a socket in {folder}, whose path is too long for one: set TMPDIR "
-            "to a shorter path"
+            f"processes meet at a socket in {folder}, but its path is too long: set TMPDIR to a "
+            "shorter path"
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,4 +1,4 @@
-"""The ranks of torch.distributed that torchrun, deepspeed or another has started."""
+"""The ranks of torch.distributed, started by torchrun, deepspeed or another launcher."""
 
 import atexit
 import os
@@ -21,13 +21,13 @@ MOST = 2**22  # bytes of a value; the store takes twice as many
 
 
 class Ranks(Cluster):
-    """The ranks that a launcher has started, this one number `local` on its host.
+    """The ranks started by a launcher; this one is number `local` on its host.
 
-    What is told goes by the store in which they have met.
+    They exchange values in the store where they met.
     """
 
     def __init__(self, timeout: float, call: str) -> None:
-        """From the environment that the launcher has set."""
+        """Read the launcher's environment."""
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         super().__init__(rank, world, timeout, call)
         self.local = int(os.environ.get("LOCAL_RANK", 0))
@@ -54,13 +54,13 @@ class Ranks(Cluster):
             return next(dist.rendezvous("env://", timeout=limit))
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
-            raise RunError(f"process {self.me} does not find the others: {first}") from error
+            raise RunError(f"process {self.me} cannot find the others: {first}") from error
 
     def ranks(self, count: int) -> Sequence[int]:
         if self.count != count:
             raise ValueError(
-                f"the devices, times the replicas, need {count} ranks, and {self.count} were "
-                f"started: start {count} (torchrun --nproc-per-node, --nnodes)"
+                f"devices times replicas need {count} ranks, but {self.count} were started: start "
+                f"{count} (torchrun --nproc-per-node, --nnodes)"
             )
         return [self.me]
 

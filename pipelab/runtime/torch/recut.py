@@ -1,7 +1,7 @@
-"""A checkpoint's content for another cut of the same layers: each weight finds its state by layer.
+"""A checkpoint's content for another cut of the same layers: layers match weights and states.
 
-Stages that are nn.Sequentials of the same layers, in the same order, differ by where they are cut
-alone. A weight's name is then its layer's number in the model, and its name inside the layer.
+Stages that are nn.Sequentials of the same layers, in the same order, differ only in their cuts. A
+weight's name is then its layer's number in the model, and its name inside the layer.
 """
 
 import copy
@@ -22,13 +22,13 @@ def recut(
     wanted: Iterable[int],
     factory: Callable[[Any], Any] | None,
 ) -> dict[int, StageState]:
-    """What the `wanted` ones of `stages` go on from, of a checkpoint of another cut.
+    """The state that the `wanted` ones of `stages` continue from, from a checkpoint of another cut.
 
     load     reads one of its stages
     saved    the names of the layers of its stages
-    factory  makes optimizers, whose parameter groups tell which of the saved ones they go on from
+    factory  makes optimizers; their parameter groups tell which saved ones they continue from
 
-    ValueError where weights of one parameter group had different ones.
+    ValueError if weights of one parameter group had different ones.
     """
     old, new = Cut(saved), Cut(layers_in(stages))
     # [1] the places of each weight and buffer: some have several, of which stages name one
@@ -152,8 +152,8 @@ def _add_optimizer(
         if any(not equal(came[0], other) for other in came):
             raise ValueError(
                 f"in {state.origin} the weights of parameter group {g} had different learning "
-                "rates or other settings: give an optimizer with the groups that it had, or the "
-                "same stages"
+                "rates or other settings: give an optimizer with the same groups, or the same "
+                "stages"
             )
     for part in parts:
         own = {name: handles[name] for of in part.members for name in of}

@@ -1,6 +1,6 @@
-"""The settings of torch that a run's processes take over from the caller's.
+"""The settings of torch that a run's processes copy from the caller.
 
-What torch keeps for each thread is the devices' business.
+Settings per thread are up to the devices.
 """
 
 import sys
@@ -77,12 +77,12 @@ SETTINGS: list[Setting] = [
 
 
 def settings() -> list[Any]:
-    """The values of this process's settings, for `use` in another; None where torch gives none."""
+    """The values of this process's settings, for `use` in another; None if torch has none."""
     return [_value(get) for get, _ in SETTINGS]
 
 
 def use(values: Sequence[Any]) -> None:
-    """Set what is not so already: some of it can be set once only, or costs time."""
+    """Set what differs: some settings can be set only once, or cost time."""
     for (get, set_to), value in zip(SETTINGS, values, strict=True):
         if value is not None and value != _value(get):
             set_to(value)

@@ -11,7 +11,7 @@ Autograd keeps a graph of the operations between the outputs and what wants a gr
 I goes down the trunk, and leaves at every fork ( ) the gradient that arrived there. W starts from
 these and goes down the branches. A fork runs in both, but autograd asks it only for the gradients
 that are wanted: a matrix product computes one product in I and the other one in W. After I the
-trunk gives back what it saved, but for its forks.
+trunk frees what it saved, except at its forks.
 
 Forks with a weight in common are one group: one walk of W starts from all of them. That is right
 only where none of them leads to another; else the walk would go down the trunk again. The weights
@@ -139,15 +139,15 @@ class Halves:
             if isinstance(fork, BackwardCFunction) or name in AT_ONCE:
                 return f"{name} computes all its gradients at once"
             if not all(isinstance(saved, Saved) for saved in _saved(fork)):
-                return "it is recomputed, or saved by hooks of its own"
+                return "it is recomputed, or saved by its own hooks"
         # A walk of W that starts at the upper fork would come to the lower one along the trunk, and
         # count its part twice.
         if len(group.forks) > 1 and group.forks & _leading_to(group.forks, self._above):
-            return "it is used more than once, in turn"
+            return "it is used several times in a chain"
         return None
 
     def input_grad(self) -> list[Tensor | None]:
-        """The gradients of the inputs, in their order; None for one that has none."""
+        """The gradients of the inputs, in order; None for an input without one."""
         if not self.inputs:
             return []
         if self._groups:
@@ -185,7 +185,7 @@ class Halves:
         return of_inputs
 
     def weight_grad(self) -> None:
-        """Accumulate the gradients of the weights that I left out; gives back what was kept."""
+        """Accumulate the weights' gradients that I left out; frees what was kept."""
         whole_backward(self.outputs, self.gradients, [])
         while self._groups:
             group = self._groups.pop()

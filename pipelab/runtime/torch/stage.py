@@ -51,15 +51,14 @@ class _Kept(NamedTuple):
 
 
 class Aliased(NamedTuple):
-    """An output some of whose leaves, by their numbers, share memory: the next stage may not write
-    into them."""
+    """An output with leaves, by number, that share memory: the next stage must not write there."""
 
     value: Any
     leaves: list[int]
 
 
 class TorchStage(VersionedStage):
-    """A stage of a module: the base has its weights, here is what a micro-batch does with them."""
+    """A stage of a module: the base holds its weights; micro-batches use them here."""
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
@@ -291,7 +290,7 @@ class TorchStage(VersionedStage):
 def warm_up(device: CpuDevice) -> None:
     """Do once what torch sets up when it first differentiates on a device.
 
-    So that no measured action pays for it.
+    Otherwise a measured action would pay for it.
     """
     x = torch.ones(2, 2, device=device.device, requires_grad=True)
     with device.ledger.watch(warm_up):
@@ -332,8 +331,8 @@ def _check_mean(mean: Any, output: Any) -> None:
     graph = any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
     if torch.is_grad_enabled() and graph and not mean.requires_grad:
         raise ValueError(
-            "the loss is detached from the model's output, so that nothing would be trained: "
-            "leave out detach(), item() and no_grad() in the loss"
+            "the loss is detached from the model's output, so nothing would be trained: leave out "
+            "detach(), item() and no_grad() in the loss"
         )
 
 
@@ -358,6 +357,6 @@ def _unwritten(value: Any, leaves: list[int]) -> Iterator[None]:
     yield
     if any(tensor._version != version for tensor, version in before):
         raise ValueError(
-            "the stage works in place on a tensor that the stage before it outputs more than "
-            "once: let that one output a clone() of it, or this one work on one"
+            "the stage changes a tensor in place that the stage before it outputs more than once: "
+            "let either stage use a clone()"
         )

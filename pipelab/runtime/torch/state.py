@@ -1,4 +1,4 @@
-"""All that a stage goes on from: copies, its optimizer as made and as kept, and its buffers."""
+"""The state that a stage continues from: copies, its optimizer as made and as kept, its buffers."""
 
 import copy
 import inspect
@@ -44,7 +44,7 @@ TREES = Trees(
 
 
 def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
-    """Copies made together, so that tied weights stay one; attributes of weights come along."""
+    """Copies made together, so tied weights stay one; with the weights' attributes."""
     originals = nn.ModuleList(modules)
     try:
         copies = copy.deepcopy(originals)
@@ -73,8 +73,8 @@ Compiled = dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]]
 def compiled_in(module: nn.Module) -> Compiled:
     """The module's own methods that its compile() or torch.compile have compiled, by attribute.
 
-    As their functions and what compiles them. ValueError for another function that has the module:
-    a copy's would compute with the caller's weights.
+    As functions with their compilers. ValueError for other functions around the module: in a copy,
+    they would compute with the caller's weights.
     """
     found: Compiled = {}
     for name, value in vars(module).items():
@@ -86,26 +86,25 @@ def compiled_in(module: nn.Module) -> Compiled:
             found[name] = method.__func__, nonlocals["self"]  # torch keeps it nowhere else
         elif any(getattr(held, "__self__", held) is module for held in nonlocals.values()):
             raise ValueError(
-                f"{name} of a {type(module).__name__} is a function around the module itself, "
-                "which cannot be copied for each stage: make it a method of a subclass"
+                f"{name} of a {type(module).__name__} is a function around the module itself, and "
+                "cannot be copied for each stage: make it a method of a subclass"
             )
     return found
 
 
 def compile_as(module: nn.Module, compiled: Compiled) -> None:
-    """Let a copy compute as the module that these were found in."""
+    """Let a copy compute like the module that these came from."""
     for name, (function, compiler) in compiled.items():
         setattr(module, name, compiler(function.__get__(module)))
 
 
 @dataclass
 class StageState:
-    """All that a stage goes on from.
+    """The state that a stage continues from.
 
     weights     by version, then by name; versions are numbered through the whole training
     buffers     by name
-    frozen      digests of weights that are not in it, since the caller's model has them: no
-                training has changed them
+    frozen      digests of untrained weights, which are not in it, since the caller's model has them
     optimizer   per trained parameter: its state, tensors and numbers
     groups      hyperparameters of each parameter group that has weights; `members`: their names
     schedulers  state of each learning-rate scheduler
@@ -132,7 +131,7 @@ class StageState:
         return replace(self, weights=weights, frozen=dict(frozen))
 
     def completed(self, stage: nn.Module) -> "StageState":
-        """The same with them, of the model. ValueError where it has others."""
+        """The same with the model's weights. ValueError if they differ."""
         own = dict(stage.named_parameters()) if self.frozen else {}
         for name, digest in self.frozen.items():
             if name not in own or TREES.digest(own[name]) != digest:
@@ -155,8 +154,8 @@ class StageState:
         for key in optimizer.state:
             if not isinstance(key, Tensor):
                 raise ValueError(
-                    f"{type(optimizer).__name__} keeps a state under {key!r}, which is no weight, "
-                    "and no checkpoint can hold: keep it in param_groups"
+                    f"{type(optimizer).__name__} keeps a state under {key!r}, which is not a "
+                    "weight, so a checkpoint cannot hold it: keep it in param_groups"
                 )
         for name, weight in weights.items():
             if weight in optimizer.state:
@@ -177,8 +176,8 @@ class StageState:
                 )
             except Exception as error:
                 raise ValueError(
-                    f"{type(scheduler).__name__}.state_dict() failed, and is needed for a "
-                    f"checkpoint ({type(error).__name__}: {error})"
+                    f"{type(scheduler).__name__}.state_dict() failed, but a checkpoint needs it "
+                    f"({type(error).__name__}: {error})"
                 ) from error
         self.kinds = kinds_of(optimizer, schedulers)
 
@@ -192,8 +191,8 @@ class StageState:
     ) -> None:
         """Put the state into an optimizer of these weights. ValueError for another kind.
 
-        It may have others as well: the reference has one for all stages. And the weights may be
-        only a part of those that had this state.
+        It may have other weights as well: the reference has one optimizer for all stages. And these
+        weights may be only some of those that had this state.
         """
         if not self.kinds:  # the stage had nothing to train
             return
@@ -203,8 +202,8 @@ class StageState:
         alone = all(id(weight) in names for group in used for weight in group["params"])
         if self.kinds != kinds or (alone and not part and len(self.groups) != len(used)):
             raise ValueError(
-                f"{self.origin} was made with {_summary(self.kinds, self.groups)}, and now there "
-                f"are {_summary(kinds, used)}: give the same optimizer"
+                f"{self.origin} was made with {_summary(self.kinds, self.groups)}, but the "
+                f"optimizer has {_summary(kinds, used)}: give the same optimizer"
             )
         saved_of = {name: g for g, members in enumerate(self.members) for name in members}
         came = {}  # parameter groups that go on from saved ones
@@ -231,9 +230,9 @@ class StageState:
             scheduler.load_state_dict(_by_group(own_of, saved, scheduler.state_dict()))
 
     def other_rates(self, optimizer: Any) -> Iterator[str]:
-        """What to tell a caller who gives others, as to torch's load_state_dict: the saved stay.
+        """A warning about other given rates: as in torch's load_state_dict, the saved ones stay.
 
-        What a scheduler starts from is compared, since it changes the rate itself.
+        A scheduler's start is compared, since it changes the rate itself.
         """
         for group, saved in zip(optimizer.param_groups, self.groups, strict=False):
             for key in ("initial_lr" if "initial_lr" in group else "lr", "weight_decay"):
@@ -243,8 +242,8 @@ class StageState:
                 now, then = (x.item() if isinstance(x, (Tensor, np.generic)) else x for x in both)
                 if now != then:
                     yield (
-                        f"{self.origin} goes on with {key}={then}: the {now} of the optimizer "
-                        "given now is not used"
+                        f"{self.origin} continues with {key}={then}: the new optimizer's {now} is "
+                        "not used"
                     )
 
     def values(self) -> dict[str, Tensor]:
@@ -330,16 +329,15 @@ def make_optimizer(
     weights: Sequence[nn.Parameter],
     names: Sequence[str] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """An optimizer of these weights and its learning-rate schedulers, which share nothing.
+    """An optimizer of these weights and its learning-rate schedulers; stages share nothing.
 
     A factory whose argument is called `named_parameters` is given pairs of names and weights, as
     torch's optimizers take them.
 
-    A factory may give what it makes for every stage the same learning-rate tensor, the same dict or
-    list, and a scheduler writes into it, already while it is made. So all get copies, and such
-    tensors are left as they were. ValueError for an optimizer or a scheduler of other weights, or
-    one whose step needs more than the gradients.
-    Without a factory or weights: None, and no schedulers.
+    A factory may use the same learning-rate tensor, dict or list for every stage, and a scheduler
+    writes into it, even while it is made. So all get copies, and the originals do not change.
+    ValueError for an optimizer or a scheduler of other weights, or one whose step needs more than
+    the gradients. Without a factory or weights: None, and no schedulers.
     """
     if not (factory and weights):
         return None, []
@@ -380,8 +378,8 @@ def _copied(owner: Any, content: Any, copies: dict[int, Any]) -> Any:
         return copy.deepcopy(content, copies)
     except Exception as error:
         raise ValueError(
-            f"the {type(owner).__name__} that the optimizer's factory made holds what cannot be "
-            f"copied for each stage ({type(error).__name__}: {error}): leave that out"
+            f"the {type(owner).__name__} from the optimizer's factory cannot be copied for each "
+            f"stage ({type(error).__name__}: {error}): leave out what cannot be copied"
         ) from error
 
 
@@ -391,8 +389,8 @@ def _check_weights(made: Any, optimizer: Any, weights: Sequence[Tensor]) -> None
     found = {id(p) for group in groups for p in group["params"]}
     if not found <= set(map(id, weights)):
         raise ValueError(
-            f"the optimizer's factory made a {type(made).__name__} of other weights than it "
-            "was called with: give one that uses its argument, such as torch.optim.SGD"
+            f"the optimizer's factory made a {type(made).__name__} of weights that it was not "
+            "called with: give one that uses its argument, such as torch.optim.SGD"
         )
 
 
@@ -406,9 +404,9 @@ def _check_step(made: Any) -> None:
     for p in parameters:
         if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD:
             raise ValueError(
-                f"{type(made).__name__}.step() needs its {p.name!r}, and updates call it without: "
-                "give an optimizer and schedulers that step by the gradients and the number of "
-                "updates alone, such as torch.optim.AdamW and lr_scheduler.CosineAnnealingLR"
+                f"{type(made).__name__}.step() needs its {p.name!r}, but updates call it without "
+                "arguments: give an optimizer and schedulers that need only the gradients and the "
+                "number of updates, such as torch.optim.AdamW and lr_scheduler.CosineAnnealingLR"
             )
 
 
@@ -428,7 +426,7 @@ def buffers_of(parts: Iterable[nn.Module]) -> Buffers:
 
 
 def copies_of_buffers(buffers: Buffers, known: Buffers) -> Buffers:
-    """Copies; those that are equal to the known copies are these. What is one stays one."""
+    """Copies; if equal to the known copies, these. What is one stays one."""
     made: dict[int, Tensor | None] = {}
     for place, buffer in buffers.items():
         # By identity, as one buffer may stand in several places.
@@ -440,7 +438,7 @@ def copies_of_buffers(buffers: Buffers, known: Buffers) -> Buffers:
 
 @contextmanager
 def as_they_were(before: Buffers) -> Iterator[None]:
-    """Let what runs inside find these values, and leave the buffers as they are now."""
+    """Let the code inside see these values, and restore the buffers afterwards."""
     now = buffers_of({part: None for part, _ in before})
     _put(copies_of_buffers(before, {}))
     try:
@@ -450,9 +448,9 @@ def as_they_were(before: Buffers) -> Iterator[None]:
 
 
 def load_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put copies of these there, by name, of whatever shape: forwards may have made them.
+    """Put copies of these there, by name, of any shape: forwards may have made them.
 
-    One that stands in several places does so afterwards.
+    A buffer in several places stays shared.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():

@@ -29,7 +29,7 @@ class News(NamedTuple):
 
     square  the squared norm of its own gradients
     tied    the gradients of tied weights, by the tie's number
-    counts  by update, what its own micro-batches counted
+    counts  by update, the counts of its own micro-batches
     """
 
     square: float
@@ -43,19 +43,18 @@ class VersionedStage(CountingStage):
     module  the stage's layers; trained in place
     device  the device runtime, which counts the activations that are kept
     options how to train
-    first, last  whether it is that of the model
-    ties    name -> number of the weights that other stages have too: their gradients are added up
-    copies  the numbers of all stages that are copies of this one; nothing if there are no others
-    slices  of a sequence, one after another: the module then takes what those before have left
-    start   what to go on from
+    first, last  whether it is the model's first or last
+    ties    name -> number of the weights that other stages share: their gradients are added up
+    copies  the numbers of all stages that are copies of this one; empty if there are no others
+    slices  of a sequence, one after another: the module then takes the past of earlier ones
+    start   what to continue from
     names   of its weights in the model: see `recut.names_in`
-    draws   by whether it trains, whether its forwards draw random numbers: where that is not known
-            beforehand, the first one shows it. What draws takes turns with other stages, which the
-            rest need not
-    total   the gradient of the next update so far, by weight, of whatever versions
+    draws   by whether it trains, whether its forwards draw random numbers; if unknown, the first
+            one shows it. Only stages that draw must take turns
+    total   the gradient of the next update so far, by weight, of any versions
 
     An update copies the latest version only if the table still has readers of it, else it steps in
-    place. A micro-batch's gradient is weighted by what its loss counted, in the order's `unit`: the
+    place. A micro-batch's gradient is weighted by its loss's count, in the order's `unit`: the
     count travels with the gradient.
     """
 
@@ -215,14 +214,14 @@ class VersionedStage(CountingStage):
             self._note_constants()
 
     def sums(self, update: int) -> list[Tensor]:
-        """Its count and who has a gradient, then the gradient of every trained weight.
+        """Its count and the weights with a gradient, then the gradient of every trained weight.
 
-        Replicas need a flush, so that all of them are of the latest version.
+        Replicas need a flush, so all gradients are of the latest version.
         """
         for name, total in self.total.items():
             if total.is_sparse:
                 raise ValueError(
-                    f"the gradient of {name} is sparse, and replicas add up dense ones: make its "
+                    f"the gradient of {name} is sparse, but replicas add up dense ones: make its "
                     "layer with sparse=False"
                 )
         # All replicas send as many tensors, also of weights that one of them has not used.
@@ -263,7 +262,7 @@ class VersionedStage(CountingStage):
         return on_cpu(self.module.state_dict())
 
     def resume_state(self) -> StageState:
-        """For a checkpoint between two batches: what is still to be read, on the CPU."""
+        """For a checkpoint between two batches: all that will still be read, on the CPU."""
         return replace(
             self.optimizer_state(),
             weights={v: on_cpu(of_version) for v, of_version in self.weights.items()},

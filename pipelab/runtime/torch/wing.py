@@ -1,4 +1,4 @@
-"""Torch's part in a run: arguments looked at, jobs made of them, checkpoints and dumps written."""
+"""Torch's part in a run: check arguments, make jobs, write checkpoints and dumps."""
 
 import copy
 import os
@@ -45,8 +45,8 @@ class TorchJob(Job):
     modules  the row's stages by number
     draws    whether forwards are known to draw random numbers
     ties     per stage, the numbers of its tied weights by name
-    start    by stage, what to go on from
-    names    by stage, what its weights are called in the model
+    start    by stage, the state to continue from
+    names    by stage, the names of its weights in the model
     """
 
     modules: dict[int, nn.Module]
@@ -130,8 +130,8 @@ class TorchWing(Wing):
             check_sliced(stages)
         if schedule.slices and (self.draws or options.recompute is not Recompute.NEVER):
             raise ValueError(
-                f"{schedule.name} has slices of sequences, which draw no random numbers and are "
-                "not computed again: leave out dropout, seed and recompute"
+                f"{schedule.name} slices sequences, so forwards cannot draw random numbers or be "
+                "recomputed: leave out dropout, seed and recompute"
             )
         self.options = replace(
             options,
@@ -156,7 +156,7 @@ class TorchWing(Wing):
             lost = versions - {*self.start[s].weights} if s in self.start else ()
             if lost:
                 raise ValueError(
-                    f"{self.options.resume} is after batch {index.batch} and has no version "
+                    f"{self.options.resume} is after batch {index.batch} and lacks version "
                     f"{min(lost)} of the weights of stage {s}: use another checkpoint"
                 )
         return index.seed
@@ -197,7 +197,7 @@ class TorchWing(Wing):
         )
 
     def digests(self) -> dict[str, str | None]:
-        """Digests of the weights used here: a stage's replicas, reference and ties begin equal."""
+        """Digests of the weights used here: replicas, reference and ties must start equal."""
         found: dict[str, str | None] = {}
         if self.start:  # all begin with the files of one checkpoint
             return found
@@ -273,9 +273,9 @@ class TorchWing(Wing):
         now = find_autocast(None, self.devices)
         if now not in (None, self.options.autocast):
             raise ValueError(
-                f"this call is in a torch.autocast of {now}, and the Trainer was made without it: "
-                "make the Trainer inside of the torch.autocast too, or give it autocast=torch."
-                "bfloat16"
+                f"this call is in a torch.autocast of {now}, but the Trainer was made without it: "
+                "make the Trainer inside the torch.autocast too, or give it "
+                "autocast=torch.bfloat16"
             )
 
     def depends_on_cut(self) -> bool:
@@ -311,16 +311,16 @@ def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
 
 
 def check_whole(names: Sequence[str]) -> None:
-    """ValueError for a part of a GPU: processes on one take turns on all of it."""
+    """ValueError for a part of a GPU: processes take turns on the whole GPU."""
     for name in filter(find_part, names):
         raise ValueError(
-            f"device {name!r} is a part of a GPU, and parts are of one process: leave out "
+            f"device {name!r} is a part of a GPU, which only works in one process: leave out "
             "backend='processes' (or the launcher), or name whole GPUs"
         )
 
 
 def check_stages(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a weight without values or with a hook, which micro-batches would run."""
+    """ValueError for a weight without values, or with a hook, which would see micro-batches."""
     for s, stage in enumerate(stages):
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             if tensor.is_meta:
@@ -345,13 +345,13 @@ def check_statistics(stages: Sequence[nn.Module]) -> None:
             if mean is not None and owners.setdefault(id(mean), s) != s:
                 raise ValueError(
                     f"stages {owners[id(mean)]} and {s} share the running statistics of the "
-                    f"{type(part).__name__} {name}, which each of them would keep on its own: give "
-                    "each its own layer (copy.deepcopy), or put both uses in one stage"
+                    f"{type(part).__name__} {name}, but each would update its own copy: give each "
+                    "its own layer (copy.deepcopy), or put both uses in one stage"
                 )
 
 
 def check_sliced(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a stage whose forward does not take what the slice before has left."""
+    """ValueError for a stage whose forward does not take the past of earlier slices."""
     for s, stage in enumerate(stages):
         try:
             signature(stage.forward).bind(None, ())
@@ -363,26 +363,26 @@ def check_sliced(stages: Sequence[nn.Module]) -> None:
 
 
 def check_generators(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a module that draws from a generator of its own, if forwards run again."""
+    """ValueError for a module that draws from its own generator, if forwards run again."""
     for s, stage in enumerate(stages):
         for part in stage.modules():
             for name, value in vars(part).items():
                 if isinstance(value, torch.Generator):
                     raise ValueError(
                         f"stage {s}: {name} of a {type(part).__name__} is a torch.Generator, from "
-                        "which a forward that runs again would draw other numbers: let it draw "
+                        "which a recomputed forward would draw different numbers: let it draw "
                         "from torch's own, or use recompute='never'"
                     )
 
 
 def check_saved(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a module with a state that no checkpoint holds."""
+    """ValueError for a module with a state that a checkpoint cannot hold."""
     for s, stage in enumerate(stages):
         for name, module in stage.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise ValueError(
                     f"stage {s}: {name or 'it'} ({type(module).__name__}) has an extra state, "
-                    "which no checkpoint holds: keep it in buffers"
+                    "which a checkpoint cannot hold: keep it in buffers"
                 )
 
 
@@ -395,7 +395,7 @@ def check_replicas(schedule: Schedule, replicas: int) -> None:
 
 
 def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str, int]]:
-    """Per stage, the weights that other stages have too: name -> number of the tie."""
+    """Per stage, the weights that other stages share: name -> number of the tie."""
     owners: dict[int, list[tuple[int, str]]] = {}
     for s, stage in enumerate(stages):
         for name, p in stage.named_parameters():
@@ -408,7 +408,7 @@ def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str,
         if schedule.asynchronous:
             (a, name), (b, _) = shared[:2]
             raise ValueError(
-                f"stages {a} and {b} share the weight {name}, and {schedule.name} updates without "
+                f"stages {a} and {b} share the weight {name}, but {schedule.name} updates without "
                 "a flush: their versions would differ; give each stage its own (copy.deepcopy) or "
                 "use a schedule with a flush"
             )
@@ -424,7 +424,7 @@ def _draws(module: nn.Module) -> bool:
 
 
 def find_autocast(autocast: torch.dtype | None, names: Sequence[str]) -> torch.dtype | None:
-    """The type given, or that of the autocast context that the caller is in."""
+    """The given type, or that of the caller's autocast context."""
     kinds = {find_device(name).type for name in names}
     if autocast is None:
         # A worker thread does not inherit the caller's context.

@@ -12,22 +12,22 @@ weights:
     ratio = ------------------------      at most about 1 in a right run, at any depth and scale
              |own - truth| + eps |truth|
 
-The eps is that of the tensor's own type; whole numbers have none. A tensor is held to this as a
-whole and in every slice along each of its axes (rows and columns, or elements), since Adam trains
-small elements as fast as large ones: a column that is a millionth of the largest has noise of its
-own, and what is wrong in it does not show in the tensor's norm.
+The eps is that of the tensor's own type; whole numbers have none. This holds for a tensor as a
+whole and for every slice along each axis (rows and columns, or elements), since Adam trains small
+elements as fast as large ones: a column a millionth as large as the largest has its own noise, and
+its errors do not show in the tensor's norm.
 
-A run that computes what our own does, each number to within one rounding, has a ratio of at most
-1: it needs no truth. So after the first update, in which it always is, the truth is computed only
-where the two differ, or where the loss of the undivided batch is not the mean of its parts.
+A run that equals our own, each number to within one rounding, has a ratio of at most 1: it needs no
+truth. So the truth is computed for the first update, and later only where the two differ, or where
+the loss of the undivided batch is not the mean of its parts.
 
-Where a tensor looks wrong, |own - truth| is measured a few times more, with trained weights that
-are off in their last digit: one draw of a rounding error may be small by chance, and a relu whose
-input is nearly zero may fall on either side. (Data are exact: a number may be an index.)
+If a tensor looks wrong, |own - truth| is measured a few times more, with trained weights changed in
+their last digit: one rounding error may be small by chance, and a relu with an input near zero may
+fall on either side. (Data are exact: a number may be an index.)
 
 The reference follows the papers' rules on one device and shares no code with the worker or the
-stages. Every update is judged by itself: the gradient at the run's own weights, then the step that
-the optimizer takes from the run's own gradient. Steps that start equal and are equal stay equal.
+stages. Every update is judged alone: the gradient at the run's own weights, then the optimizer's
+step from the run's own gradient. Steps that start equal and are equal stay equal.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -46,9 +46,9 @@ IS_IT_A_MEAN = "(is the loss a mean over its samples?)"
 # What is said of samples that a loss or a stage couples, be it on purpose or not.
 COUPLED = (
     " The undivided batch and its micro-batches have different losses or gradients: these are two "
-    "models, and the check cannot know which one is meant. If the loss should be a mean, return "
-    "that, or (mean, count). If it or a stage couples samples on purpose (load balancing, a batch "
-    "norm of your own), the model is that of the micro-batches: give reference='microbatches'."
+    "models, and the check cannot know which one you mean. If the loss should be a mean, return "
+    "that, or (mean, count). If it or a stage couples samples on purpose (load balancing, your own "
+    "batch norm), the model is that of the micro-batches: give reference='microbatches'."
 )
 
 
@@ -58,20 +58,20 @@ class Check:
 
     passed     whether every tensor is as near to the truth as rounding allows: ratio <= tolerance
     max_abs    the largest difference of any loss, gradient or weight
-    max_rel    the largest max|a - b| / max|b| of those that can be judged, b the reference; of
-               weights, the change by the update is compared
+    max_rel    the largest max|a - b| / max|b| of those that can be judged, b the reference; for
+               weights, of the update's change
     tolerance  the largest ratio allowed
     rule       the update rule that the reference followed
     worst      the name of the tensor with the largest ratio, and the slice of it
-    ratio      how many times further from the truth it is than rounding explains
-    unjudged   tensors, or slices of them, no larger than rounding, so that zeros in their place
-               would pass as well: gradients that vanish, and steps too small to show in the weights
-    visible    how large an error would have failed, as a share: the medians of the gradients and
-               of the optimizer's steps that can be judged
+    ratio      its distance from the truth, in multiples of what rounding explains
+    unjudged   tensors or slices no larger than rounding, which zeros would pass as well: vanishing
+               gradients, and steps too small to show in the weights
+    visible    how large an error would have failed, as a share: medians over the judged gradients
+               and optimizer steps
     precision  of the truth
-    failure    why the reference could not judge the run (its traceback), if it failed itself
+    failure    why the reference could not judge the run (its traceback), if it failed
     seconds    that the verdict took
-    tensors    the worst one as the run has it ("run") and as it should be ("truth"), if it failed
+    tensors    if the check failed, the worst one in the run ("run") and as it should be ("truth")
     """
 
     passed: bool
@@ -119,8 +119,8 @@ class Check:
         if self.unjudged:
             more = len(self.unjudged) - 1
             text += (
-                f" Not judged, being no larger than rounding: {self.unjudged[0]}"
-                f"{f' and {more} more, see check.unjudged' if more else ''}."
+                " Not judged (no larger than rounding): "
+                f"{self.unjudged[0]}{f' and {more} more, see check.unjudged' if more else ''}."
             )
         return text
 

@@ -1,4 +1,4 @@
-"""Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
+"""Trains by the rule of a run's table, update by update, and compares: see `certificate`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -42,17 +42,17 @@ def judge(
     tolerance: float | None,
     quick: bool,
 ) -> Check:
-    """Train update by update (or go forward alone) by the rule of the table, and compare.
+    """Train update by update (or only run forwards) by the table's rule, and compare.
 
-    result         what the run gives back: its losses and weights are judged
+    result         the run's result: its losses and weights are judged
     replica_steps  [replica][stage][update]
-    saved          by stage, what a checkpoint holds of it, if one was written
+    saved          by stage, its state in the checkpoint, if one was written
     reference      makes one: in float64 (True), or as the run computes (False)
-    divided        whether a forward depends on how the batch is cut: so is the truth's then
-    roomy          whether a batch's outputs have room; by_microbatches: whether those are wanted
+    divided        whether a forward depends on the batch's cut, which the truth then shares
+    roomy          whether a batch's outputs fit; by_microbatches: whether micro-batches are wanted
     seed           of the random numbers that forwards draw
-    draws          whether they are known to draw some; else the first piece shows it
-    quick          make do with the run's precision for the truth too
+    draws          whether they are known to draw; else the first piece shows it
+    quick          use the run's precision for the truth, too
     """
     table, replicas = segment.table, len(replica_steps) // segment.table.copies
     # [1] the rule, and the data with what they read by it
@@ -138,8 +138,8 @@ def _check_draws(own: Reference, drawing: bool) -> None:
     """ValueError where a later forward drew, and the first one, by which that is known, did not."""
     if own.arithmetic.ever_drew and not drawing:
         raise ValueError(
-            "a forward draws random numbers, and the first one drew none, so that what is computed "
-            "again draws others: give the run a seed="
+            "a forward draws random numbers, but the first one did not, so recomputation draws "
+            "different ones: give the run a seed="
         )
 
 

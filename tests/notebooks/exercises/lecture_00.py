@@ -32,7 +32,7 @@ ANSWERS = {
             'answer = "0F0 0F1 0B1 0B0\\n1F0 1F1 1B1 1B0"',
         ],
         "wrong": {
-            'answer = "0F0 0F1 0B0 0B1\\n1F0 1B0 1F0 1B1"': "1F0 stands twice on device 1",
+            'answer = "0F0 0F1 0B0 0B1\\n1F0 1B0 1F0 1B1"': "1F0 appears twice on device 1",
             'answer = "0F0 0F1 0B0 0B1\\n1F0 1B0 1B1"': "1F1 is missing on device 1",
             'answer = "0F0 0B0\\n1F0 1B0"': "asks for 2 devices, 2 stages, 2 micro-batches",
             'answer = "0F0 0F1 0B0 0B1\\n1F0 1B1 1F1 1B0"': "it needs 1F1 first",

@@ -84,9 +84,12 @@ def with_a_builtin(parameters):
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
-        (Queued, r"stage 0: no checkpoint can hold what its optimizer .*: keep tensors, numb"),
-        (with_a_function, r"stage 0: no checkpoint can hold .* a scheduler keeps"),
-        (with_a_builtin, r"LambdaLR.state_dict\(\) failed, and is needed for a checkpoint"),
+        (
+            Queued,
+            r"stage 0: a checkpoint cannot hold the state of its optimizer .*: keep tensors, numb",
+        ),
+        (with_a_function, r"stage 0: a checkpoint cannot hold .* a scheduler"),
+        (with_a_builtin, r"LambdaLR.state_dict\(\) failed, but a checkpoint needs it"),
     ],
 )
 def test_what_cannot_be_read_back_is_refused_before_the_training(optimizer, said, tmp_path):
@@ -110,9 +113,9 @@ def test_what_cannot_be_read_back_is_refused_before_the_training(optimizer, said
 @pytest.mark.parametrize(
     ("optimizer", "said", "backend"),
     [
-        (QueuedLater, r"stage 0: no checkpoint can hold what its optimizer", "threads"),
-        (QueuedLater, r"stage 0: no checkpoint can hold what its optimizer", "processes"),
-        (CountingAll, r"CountingAll keeps a state under 'all', which is no weight", "threads"),
+        (QueuedLater, r"stage 0: a checkpoint cannot hold the state of its optimizer", "threads"),
+        (QueuedLater, r"stage 0: a checkpoint cannot hold the state of its optimizer", "processes"),
+        (CountingAll, r"CountingAll keeps a state under 'all', which is not a weight", "threads"),
     ],
 )
 def test_a_run_that_cannot_be_saved_is_in_the_error(optimizer, said, backend, tmp_path):
@@ -160,20 +163,20 @@ def rewrite(saved, **fields):
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", "[" * 100_000, "\xff"])
 def test_an_index_that_is_none_is_one_error(text, saved):
     (saved / checkpoint.INDEX).write_text(text, encoding="latin-1")
-    refuse(saved, "saved holds no checkpoint")
+    refuse(saved, "saved does not hold a checkpoint")
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        *(({"batch": batch}, "is not as it was written") for batch in ("2", -1, True, 1.5)),
-        *(({"digests": of}, "is not as it was written") for of in (None, 5, [1, 2])),
-        ({"seed": "x"}, "is not as it was written"),
-        ({"schedule": 5}, "is not as it was written"),
-        ({"asynchronous": "no"}, "is not as it was written"),
-        ({"batch": 1}, "is after batch 1 and has no version 1 of the weights of stage 0"),
+        *(({"batch": batch}, "was changed after it was written") for batch in ("2", -1, True, 1.5)),
+        *(({"digests": of}, "was changed after it was written") for of in (None, 5, [1, 2])),
+        ({"seed": "x"}, "was changed after it was written"),
+        ({"schedule": 5}, "was changed after it was written"),
+        ({"asynchronous": "no"}, "was changed after it was written"),
+        ({"batch": 1}, "is after batch 1 and lacks version 1 of the weights of stage 0"),
         ({"batch": 9}, "is after batch 9 of 4: there is nothing left to do"),
-        ({"digests": []}, "is of 0 stages .* and the model has 2"),
+        ({"digests": []}, "has 0 stages .*, but the model has 2"),
     ],
 )
 def test_an_index_of_wrong_values_is_one_error(fields, message, saved):
@@ -236,7 +239,9 @@ def test_another_learning_rate_on_resume_is_told(decay, tmp_path):
         warnings.simplefilter("error")
         same = run(*arguments, partial(factory, 0.1), resume=tmp_path / "saved")
     # Once, and not once for each stage and reference.
-    with pytest.warns(UserWarning, match=r"saved goes on with \w*lr=0.1: the 0.2 of") as told:
+    with pytest.warns(
+        UserWarning, match=r"saved continues with \w*lr=0.1: the .* 0.2 is not"
+    ) as told:
         other = run(*arguments, partial(factory, 0.2), resume=tmp_path / "saved")
     assert len(told) == 1
     assert other.losses == same.losses
@@ -250,6 +255,6 @@ def test_another_learning_rate_of_one_stage_is_told_too(tmp_path):
     modules[1][2].weight.head = True
     arguments = make("gpipe", 2, 2, batches=4), modules, batches(4), F.mse_loss
     run(*arguments, partial(factory, 0.1), save=tmp_path / "saved", stop=2)
-    with pytest.warns(UserWarning, match=r"saved goes on with lr=0.1: the 0.2 of") as told:
+    with pytest.warns(UserWarning, match=r"saved continues with lr=0.1: .* 0.2 is not") as told:
         run(*arguments, partial(factory, 0.2), resume=tmp_path / "saved", check=False)
     assert len(told) == 1

@@ -147,9 +147,9 @@ def test_a_table_of_copies_is_validated():
     table = make("chimera", 2, 2)
     assert validate(table.with_transfers()).without_transfers() == table
     twice = replace(table, rows=[(Action(0, Kind.F, 1), *table.rows[0]), table.rows[1]])
-    with pytest.raises(ScheduleError, match=r"micro-batch 1 takes two copies|missing"):
+    with pytest.raises(ScheduleError, match=r"micro-batch 1 uses two copies|missing"):
         validate(twice)
-    with pytest.raises(ScheduleError, match="copies=3 of a model do not make up 4 stages"):
+    with pytest.raises(ScheduleError, match="copies=3 does not divide 4 stages"):
         replace(table, copies=3)
     with pytest.raises(ScheduleError, match="dualpipe needs an even number of devices, got 3"):
         make("dualpipe", 3, 6)

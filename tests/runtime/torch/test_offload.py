@@ -156,16 +156,16 @@ def test_the_text_form_and_what_is_no_table():
     assert validate(table.with_transfers()).without_transfers() == table
     for there, back, error in (
         ("+0OFFLOAD0", "", "0RELOAD0 is missing on device 0"),
-        ("+0OFFLOAD0", "+0RELOAD0", "0B0 stands before 0RELOAD0"),
+        ("+0OFFLOAD0", "+0RELOAD0", "0B0 comes before 0RELOAD0"),
         ("+0RELOAD0", "", "is missing on device 0"),
-        ("+0OFFLOAD2", "+0RELOAD2", "0OFFLOAD2 stands before 0F2"),
+        ("+0OFFLOAD2", "+0RELOAD2", "0OFFLOAD2 comes before 0F2"),
     ):
         with pytest.raises(ScheduleError, match=error):
             validate(Schedule.from_csv(TWO.format(there, back)))
     two = Schedule.from_csv(TWO.format(",0OFFLOAD0,0OFFLOAD1,0RELOAD0", ",0RELOAD1"))
     with pytest.raises(ScheduleError, match="0OFFLOAD1 overlaps with 0OFFLOAD0"):
         replace(two, overlapped={Action.parse("0OFFLOAD1")})
-    with pytest.raises(ScheduleError, match="offloads activations, and torch's tables do not"):
+    with pytest.raises(ScheduleError, match="offloads activations, which torch's tables cannot"):
         table.to_torch_csv()
 
 

@@ -131,9 +131,9 @@ def test_rows_take_parts_in_turn(devices, found, machine):
     [
         ("cuda:2/4", "device 'cuda:2/4': this machine has cpu, cuda, cuda:0, cuda:1"),
         ("cuda:0/4:4", "its 4 parts have the numbers 0 to 3"),
-        ("cuda:0/0", "132 multiprocessors, which do not make 0 parts"),
-        ("cuda:0/17", "132 multiprocessors, which do not make 17 parts: ask for fewer"),
-        ("cuda:0/500", "132 multiprocessors, which do not make 500 parts: ask for fewer"),
+        ("cuda:0/0", "132 multiprocessors and cannot be divided into 0 parts"),
+        ("cuda:0/17", "132 multiprocessors and cannot be divided into 17 parts: ask for fewer"),
+        ("cuda:0/500", "132 multiprocessors and cannot be divided into 500 parts: ask for fewer"),
         ("cuda/4", "device 'cuda/4': this machine has"),
         ("cpu/4", "device 'cpu/4': this machine has"),
         ("cuda:0/-1", "device 'cuda:0/-1': this machine has"),
@@ -150,7 +150,7 @@ def test_what_no_part_is(devices, said, machine):
 )
 def test_parts_of_what_is_no_gpu(given, machine):
     machine(Driver())
-    with pytest.raises(ValueError, match="give a GPU such as 'cuda:0', and how many"):
+    with pytest.raises(ValueError, match="give a GPU such as 'cuda:0', and a number"):
         parts(*given)
 
 
@@ -179,7 +179,9 @@ def test_without_the_package_it_is_named(monkeypatch):
 def test_processes_have_no_parts(machine):
     machine(Driver())
     given = make("gpipe", 2, 2), stages(2), batches(1)
-    with pytest.raises(ValueError, match="'cuda:0/2:0' is a part of a GPU, and parts are of one"):
+    with pytest.raises(
+        ValueError, match="'cuda:0/2:0' is a part of a GPU, which only works in one"
+    ):
         run(*given, torch.nn.functional.mse_loss, SGD, backend="processes", devices="cuda:0/2")
 
 

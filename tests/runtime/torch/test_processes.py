@@ -436,7 +436,7 @@ def test_a_folder_with_too_long_a_path_for_a_socket_is_named(short_path):
     deep.mkdir()
     process = start(deep, "go")
     _, err = process.communicate(timeout=GUARD)
-    expected = f"a socket in {deep}, whose path is too long for one: set TMPDIR to a shorter path"
+    expected = f"a socket in {deep}, but its path is too long: set TMPDIR to a shorter path"
     assert expected in err.splitlines()[-1]
     assert process.returncode == 1 and [path.name for path in deep.iterdir()] == ["script.py"]
 

@@ -114,7 +114,7 @@ def test_rates_of_layers_go_with_them(tmp_path):
         expected = trained(tmp_path / "one", [2, 2, 4], by_layer_rate)
     trained(tmp_path / "other", [2, 2, 4], by_layer_rate)
     # Others are given now: those of the checkpoint stay, as with the same stages.
-    with pytest.warns(UserWarning, match="goes on with"):
+    with pytest.warns(UserWarning, match="continues with"):
         trained(tmp_path / "other", [3, 5], lambda w: _slower(by_layer_rate(w)))
     found = trained(tmp_path / "other", [8], by_layer_rate)
     assert_equal(found, expected)
@@ -172,7 +172,7 @@ def test_what_is_no_other_cut_is_refused(tmp_path):
     def adam(weights):
         return torch.optim.Adam([{"params": weights[:1]}, {"params": weights[1:]}])
 
-    with pytest.raises(ValueError, match=r"made with AdamW, 2 .*are Adam, 2"):
+    with pytest.raises(ValueError, match=r"made with AdamW, 2 .*has Adam, 2"):
         Trainer(schedule, split(layers(), [3, 5]), F.mse_loss, adam, resume=resume)
 
 
@@ -339,5 +339,5 @@ def test_an_untied_checkpoint_is_refused_by_a_tied_model(tmp_path):
         list(trainer.fit(batches(1)))
         trainer.save(tmp_path / "c")
     for balance in ([4, 4], [3, 5]):
-        with pytest.raises(ValueError, match=r"is tied to another in the model, and they"):
+        with pytest.raises(ValueError, match=r"is tied to another in the model, but they"):
             Trainer(schedule, split(layers(), balance), F.mse_loss, adamw, resume=tmp_path / "c")

@@ -167,15 +167,15 @@ def test_what_cannot_be_sliced_is_refused():
     wrong = [[a for a in row] for row in table.rows]
     at = [i for i, a in enumerate(wrong[0]) if a.kind.name == "B"][:2]
     wrong[0][at[0]], wrong[0][at[1]] = wrong[0][at[1]], wrong[0][at[0]]
-    with pytest.raises(ScheduleError, match="0B1 stands before 0B2"):
+    with pytest.raises(ScheduleError, match="0B1 comes before 0B2"):
         validate(replace(table, rows=wrong))
     with pytest.raises(ScheduleError, match=r"slices=\(1, 0\)"):
         replace(table, slices=(1, 0))
-    with pytest.raises(ScheduleError, match="microbatches=12 counts slices, 5 a sequence"):
+    with pytest.raises(ScheduleError, match="microbatches=12 counts slices, 5 per sequence"):
         replace(table, slices=(1,) * 5)
     with pytest.raises(ScheduleError, match="gpipe leaves sequences whole"):
         make("gpipe", 2, 2, slices=2)
-    with pytest.raises(ScheduleError, match="torch's tables do not"):
+    with pytest.raises(ScheduleError, match="torch's tables cannot"):
         make("seq1f1b", 2, 2).to_torch_csv()
     with pytest.raises(ValueError, match="stage 0 is a Sequential, which takes whole sequences"):
         run(table, [nn.Sequential(*s) for s in model(2)], data(2), next_token_loss, ADAM)

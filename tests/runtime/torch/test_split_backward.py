@@ -156,7 +156,7 @@ def tied():
 
 
 linear = partial(nn.Linear, 6, 6)
-TURN, ONCE, AGAIN = "used more than once", "computes all its gradients at once", "recomputed"
+TURN, ONCE, AGAIN = "used several times", "computes all its gradients at once", "recomputed"
 
 # name: (module, weights that I does, why). All others are W's.
 MODULES = {

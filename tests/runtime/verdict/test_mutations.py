@@ -354,7 +354,7 @@ def test_what_is_rounding_alone_is_named():
     found = run(make("gpipe", 1, 4), [shifted], data, F.mse_loss, SGD).check
     assert found.passed
     assert any("1.by" in name for name in found.unjudged)
-    assert "Not judged, being no larger than rounding" in str(found)
+    assert "Not judged (no larger than rounding)" in str(found)
 
 
 @pytest.mark.parametrize("check", [True, "quick"])
