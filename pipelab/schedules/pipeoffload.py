@@ -19,7 +19,7 @@ def pipeoffload(devices: int, microbatches: int, virtual: int = 1, batches: int 
     to any table, or to some of its stages.
 
     >>> pipeoffload(8, 16).peak_in_flight, pipeoffload(8, 16, virtual=2).peak_in_flight
-    ([2, 2, 2, 2, 2, 2, 2, 1], [4, 3, 3, 3, 3, 3, 3, 2])
+    ([2, 2, 2, 2, 2, 2, 2, 1], [4, 4, 4, 3, 3, 3, 3, 2])
     """
     table = interleaved(devices, microbatches, virtual, batches=batches).offload()
     return replace(table, name="pipeoffload")

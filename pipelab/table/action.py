@@ -68,7 +68,7 @@ class Action(NamedTuple):
     """One cell of the table.
 
     >>> str(Action(2, Kind.F, 0)), Action.parse("1SEND_B3")
-    ('2F0', Action(stage=1, kind=<Kind.SEND_B: 7>, microbatch=3))
+    ('2F0', Action(stage=1, kind=<Kind.SEND_B: 9>, microbatch=3))
     """
 
     stage: int

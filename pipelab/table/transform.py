@@ -102,7 +102,8 @@ def overlap(table: AnyTable) -> AnyTable:
     """The same table, with every forward overlapping the backward B right behind it.
 
     A forward's own backward cannot overlap with it. A pair waits for both inputs, so not every such
-    table can run: see `validate`. A copy to or from the host stays beside an action without a partner.
+    table can run: see `validate`. A copy to or from the host stays beside an action without a
+    partner.
     """
     pairs = [pair for row in table.rows for pair in pairwise(row)]
     found = frozenset(
