@@ -44,6 +44,7 @@ ANSWERS = {
         "right": [
             ACT,
             ACT.replace("y.detach()", "y"),
+            ACT.replace("y = me.outputs[k]\n        if", "y = me.outputs.pop(k)\n        if"),
             ACT.replace("me.receive().requires_grad_()", "me.receive().detach().requires_grad_()"),
         ],
         "wrong": {
