@@ -448,7 +448,7 @@ SIZES = "--layers 4 --hidden 64 --heads 4 --sequence 32 --vocabulary 100 --machi
         ("--context 3", "context=3: give a number that divides the 4 devices and the 32 tokens"),
         ("--expert 2", "expert=2: give a number that divides the 4 devices and the 1 experts"),
         ("--key-heads 3", "key_heads=3: give one that divides heads=4"),
-        ("--active 2", "active=2: there are 1 experts"),
+        ("--active 2", "active=2: there are only 1 experts"),
         (
             "--experts 4 --expert 4 --tensor 4",
             "and is a multiple of expert=4; change one of these",

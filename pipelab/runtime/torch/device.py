@@ -130,7 +130,7 @@ class CudaDevice(CpuDevice):
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         super().__init__(device)
         self.stream, self.computing = stream, stream
-        self.copies = copies_of(stream)
+        self.copies: torch.cuda.Stream | None = None  # if it copies to or from the host
 
     def begin(self, began: float) -> None:
         # Weights and data were put there on the caller's stream.
@@ -161,7 +161,8 @@ class CudaDevice(CpuDevice):
         result = work()
 
         def wait() -> Any:
-            self.stream.wait_stream(self.copies)
+            if self.copies:
+                self.stream.wait_stream(self.copies)
             return result
 
         return wait
@@ -169,10 +170,11 @@ class CudaDevice(CpuDevice):
     @contextmanager
     def copying(self) -> Iterator[None]:
         # A stream of its own, which marks of time are then of, too.
-        self.copies.wait_stream(self.stream)
-        self.stream = self.copies
+        copies = self.copies = copies_of(self.computing)
+        copies.wait_stream(self.stream)
+        self.stream = copies
         try:
-            with torch.cuda.stream(self.copies):
+            with torch.cuda.stream(copies):
                 yield
         finally:
             self.stream = self.computing
@@ -180,7 +182,7 @@ class CudaDevice(CpuDevice):
     def to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self.copies)
+        tensor.record_stream(self.stream)
         return host
 
     def from_host(self, tensor: Tensor) -> Tensor:
