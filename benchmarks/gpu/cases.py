@@ -95,6 +95,10 @@ def dropout(device: torch.device) -> Run:
     return checked("gpipe", stages, [device] * 2, recompute=Recompute.ALWAYS, seed=7)
 
 
+def offloaded(device: torch.device) -> Run:
+    return checked("pipeoffload", _layers(device, 4), [device] * 4, microbatches=6)
+
+
 def processes(devices: Sequence[Any]) -> Run:
     """A process for each device."""
     stages = _layers(torch.device(devices[0]), len(devices))
@@ -118,4 +122,5 @@ CASES: dict[str, Case] = {
     "tied weights on GPU and CPU, clipped": Case(3, tied_with_the_cpu),
     "two replicas": Case(4, replicas),
     "dropout, recomputed": Case(2, dropout),
+    "offloaded": Case(4, offloaded),
 }

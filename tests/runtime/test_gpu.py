@@ -19,6 +19,7 @@ from pipelab import Costs, simulate
 from pipelab.predict.memory import Memory, MemoryStep
 from pipelab.runtime.torch import device, groups
 from pipelab.runtime.torch import wing as torch_run
+from pipelab.table.action import HOST
 
 GPU = torch.device("cuda:0")
 CPU = torch.device("cpu")
@@ -74,6 +75,8 @@ class Event:
 class Stream:
     """Notes what it waits for."""
 
+    device = CPU
+
     def __init__(self, device):
         self.waited = []
 
@@ -113,6 +116,7 @@ def callers_stream(monkeypatch):
             synchronize=lambda d: None,
             device_count=torch.cuda.device_count,
         )
+        empty = staticmethod(lambda *shape, pin_memory=False, **more: torch.empty(*shape, **more))
 
         def __getattr__(self, name):
             return getattr(torch, name)
@@ -123,9 +127,12 @@ def callers_stream(monkeypatch):
         "torch_device",
         lambda _, rank: device.CudaDevice(CPU, device.stream_of("cpu", rank)),
     )
-    device.stream_of.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    for kept in (device.stream_of, device.copies_of):
+        kept.cache_clear()
     yield mine
-    device.stream_of.cache_clear()
+    for kept in (device.stream_of, device.copies_of):
+        kept.cache_clear()
 
 
 NEWS = 2 * 2 * 2  # batches x stages with the tied weight x stages that tell of it
@@ -146,6 +153,17 @@ def test_streams_wait_for_all_that_comes_from_others(name, workers, more, caller
     events = sum(len(stream.waited) - 1 for stream in streams)
     messages = len(result.timeline.schedule.crossing) * len(result.replicas)
     assert events == messages + more
+
+
+def test_copies_to_and_from_the_host_have_a_stream_and_both_wait(callers_stream):
+    result = CASES["offloaded"].run(CPU)
+    assert result.check.passed
+    for worker, row in enumerate(result.timeline.schedule.rows):
+        stream = device.stream_of("cpu", worker)
+        copied = sum(action.kind in HOST for action in row)
+        assert stream.waited.count(device.copies_of(stream)) == copied
+        assert device.copies_of(stream).waited.count(stream) == copied
+    assert copied == 0  # on the last stage
 
 
 def test_ranks_meet_in_an_order_that_ends(monkeypatch):
