@@ -248,9 +248,7 @@ def test_rows_that_are_no_samples():
 def test_a_batch_unlike_the_sample():
     parts = cut_model(Mixed(jnp.float64), [2, 2], jnp.ones((6, 5, 8)))
     for x in (jnp.ones((6, 7, 8)), jnp.ones((6, 5, 8), "float32")):
-        with pytest.raises(
-            ValueError, match=r"stage 0 is given .* and takes float64\[6, 5, 8\] by"
-        ):
+        with pytest.raises(ValueError, match=r"stage 0 got .*, but takes float64\[6, 5, 8\] by"):
             through(parts, x)
     for sample in ((jnp.ones((6, 8)), 2.0), (jnp.ones((6, 8)), jnp.ones((5, 8)))):
         with pytest.raises(ValueError, match=r"shapes \(6, 8\), .*: give arrays \(samples, ...\)"):
