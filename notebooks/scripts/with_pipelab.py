@@ -28,8 +28,7 @@ devices, m, length = int(os.environ.get("WORLD_SIZE", 2)), 8, 32
 torch.manual_seed(0)
 text = corpus(vocabulary=1024)  # English that ships with Python, in tokens
 layers = gpt2(vocabulary=1024, length=length, width=64, blocks=6)
-stages = split(layers, [len(layers) * (s + 1) // devices - len(layers) * s // devices
-                        for s in range(devices)])
+stages = split(layers, devices)
 
 
 # [2] The data: shuffled by a seed, since all ranks have to draw the same. The last batch of an
@@ -60,19 +59,15 @@ trainer = pipelab.Trainer(
 
 # [4] Training: ranks stay up, and batches are read as the pipeline needs them. Ctrl-C is raised
 #     when those under way are done, so that nothing is lost.
-first, begun = os.environ.get("RANK", "0") == "0", trainer.number
+begun = trainer.number
 with trainer:
     try:
         while trainer.number < options.steps:
             for batch in trainer.fit(loader, options.steps - trainer.number):
-                if first and batch.check:
-                    print(f"step {batch.number}: {batch.check}")
-                if first and batch.number % 10 == 0:
-                    print(f"step {batch.number}: loss {batch.loss:.3f}")
+                if batch.check or batch.number % 10 == 0:
+                    trainer.print(batch)
     except KeyboardInterrupt:
         print(f"stopped after {trainer.number} steps")
-    (loss,) = trainer.evaluate(held_out)
-    if first:
-        print(f"held out: loss {loss:.3f}")
+    trainer.print("held out:", trainer.evaluate(held_out))
     if trainer.number > begun:
         trainer.save(options.folder / f"step_{trainer.number:06}")

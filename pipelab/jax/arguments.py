@@ -55,7 +55,8 @@ def as_function(stage: Any, number: int) -> Part:
 # What flax says of a linen module that does not fit, and how it would.
 REMEDIES: dict[type[Exception], str] = {
     InvalidRngError: (
-        "draws random numbers: pass a seed, such as seed=0, or make it deterministic=True"
+        "draws random numbers: make it deterministic=True, or, where one can be given, pass a "
+        "seed, such as seed=0"
     ),
     ModifyScopeVariableError: (
         "changes variables other than its parameters, which a run does not keep: use LayerNorm or "

@@ -6,6 +6,7 @@ in their place.
 """
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -28,6 +29,7 @@ from pipelab.models.shell import (
     Tape,
     Values,
     cloned,
+    omitted_of,
     result_of,
 )
 from pipelab.runtime.torch.checkpoint import Index, states_for
@@ -57,7 +59,8 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
     given = dict(_sample(model) if sample is None else sample)
     with _evaluating(model), torch.no_grad():
         try:
-            expected = result_of(cloned(model)(**given))  # some models remember what they are given
+            returned = cloned(model)(**given)  # some models remember what they are given
+            expected = result_of(returned)
         except Exception as error:
             raise ValueError(
                 f"a {type(model).__name__} fails on {'this' if sample else 'a random'} sample with "
@@ -73,6 +76,11 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
     for layer in layers:
         if isinstance(layer, Around):
             layer.train(model.training)
+    if omitted := omitted_of(returned, expected):
+        warnings.warn(
+            f"a {type(model).__name__} also returns {', '.join(omitted)}, which its layers do not",
+            stacklevel=2,
+        )
     return layers
 
 

@@ -8,13 +8,19 @@ from torch import nn
 from pipelab.models import GAIN
 
 
-def split(layers: Sequence[nn.Module], balance: Sequence[int]) -> list[nn.Sequential]:
+def split(layers: Sequence[nn.Module], balance: Sequence[int] | int) -> list[nn.Sequential]:
     """Stages of balance[s] consecutive layers each (torchgpipe's word): the layers, not copies.
+
+    A number instead of a balance: that many stages, as equal as they can be, the longer ones first.
 
     >>> [len(stage) for stage in split(mlp(layers=4), [1, 3])]
     [1, 3]
+    >>> [len(stage) for stage in split(mlp(layers=8), 3)]
+    [3, 3, 2]
     """
-    if sum(balance) != len(layers) or min(balance) < 1:
+    if isinstance(balance, int):
+        balance = [len(layers[s::balance]) for s in range(balance)]
+    if sum(balance) != len(layers) or min(balance, default=0) < 1:
         raise ValueError(
             f"balance {list(balance)} for {len(layers)} layers: give every stage at least one, "
             f"{len(layers)} in all"

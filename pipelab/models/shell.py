@@ -298,3 +298,16 @@ def result_of(given: Any) -> Any:
         return given[0] if isinstance(given, tuple) else given
     logits = {name: x for name, x in given.items() if name.endswith("logits")}
     return logits if len(logits) > 1 else next(iter((logits or given).values()))
+
+
+def omitted_of(given: Any, result: Any) -> list[str]:
+    """What else a model computes to be trained: by name, but for its hidden states."""
+    if not isinstance(given, Mapping):
+        given = dict(enumerate(given)) if isinstance(given, tuple) else {}
+    taken = {id(x) for x in pytree.tree_leaves(result)}
+    return [
+        str(name)
+        for name, x in given.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and id(x) not in taken
+        if not str(name).endswith(("hidden_state", "hidden_states"))
+    ]

@@ -24,6 +24,10 @@ class Evaluation(list):
         metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         return f"<Evaluation of {len(self)} batches: loss {self.loss:.4g}{metrics}>"
 
+    def __str__(self) -> str:
+        known = {"loss": self.loss, "perplexity": self.perplexity, **self.metrics}
+        return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
+
     def add(self, run: Run, times: int, trees: Trees) -> None:
         """Add a run's results for a batch; the run repeated each sample this many `times`."""
         self += run.losses

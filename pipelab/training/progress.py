@@ -24,3 +24,10 @@ def showing(total: float) -> Iterator[Callable[[Any], None]]:
             bar.update()
 
         yield show
+
+
+def say(*values: Any) -> None:
+    """Print a line where it does not tear a bar."""
+    from tqdm.auto import tqdm
+
+    tqdm.write(" ".join(map(str, values)))

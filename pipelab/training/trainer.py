@@ -25,7 +25,7 @@ from pipelab.runtime.worker import RunError, told
 from pipelab.table.schedule import Schedule
 from pipelab.training.endless import Endless
 from pipelab.training.evaluation import Evaluation
-from pipelab.training.progress import showing
+from pipelab.training.progress import say, showing
 
 END = object()
 
@@ -49,6 +49,11 @@ class TrainedBatch(NamedTuple):
     counted: float
     norm: float
     rates: Sequence[float]
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{rate:.1e}" for rate in dict.fromkeys(self.rates)) or "not told"
+        told = f"step {self.number}: loss {self.loss:.3f}, norm {self.norm:.2f}, rate {rates}"
+        return f"{told}. {self.check}" if self.check else told
 
 
 class Trainer(AbstractContextManager):
@@ -264,6 +269,11 @@ class Trainer(AbstractContextManager):
             return loader
         size = len(loader) if hasattr(loader, "__len__") else 0
         return islice(loader, self.number % size if size else self.number, None)
+
+    def print(self, *values: Any) -> None:
+        """Print on process 0 alone, above a bar if there is one."""
+        if self._session.launcher.first:
+            say(*values)
 
     @property
     def weights(self) -> list[Any]:

@@ -190,6 +190,12 @@ class Glued(nn.Module):
         return x if more is None else x + self.extra(more)
 
 
+def test_an_output_that_layers_leave_out_is_told_of():
+    config = transformers.BertConfig(**KINDS["BertForMaskedLM"])
+    with pytest.warns(UserWarning, match="a BertModel also returns pooler_output"):
+        layers_of(transformers.BertModel(config))
+
+
 def test_a_model_of_ones_own():
     model, x = Glued(), torch.randn(3, 4)
     layers = layers_of(model, {"x": x})

@@ -185,6 +185,22 @@ def test_without_a_flush_the_cut_stays(tmp_path):
         run(table, split(own, [3, 5]), *given, resume=tmp_path / "c")
 
 
+def test_without_a_flush_the_newest_weights_load_into_any_cut(tmp_path):
+    def own():  # versions of tied weights would differ
+        return [copy.deepcopy(layer) for layer in layers()]
+
+    table, stages = make("pipedream_2bw", 2, 4), split(own(), [4, 4])
+    with Trainer(table, stages, F.mse_loss, adamw, check=False) as trainer:
+        list(trainer.fit(batches(3)))
+        trainer.save(tmp_path / "c")
+        weights = trainer.weights
+    other = own()
+    load(split(other, [3, 5]), tmp_path / "c")
+    found = by_layer([nn.Sequential(*other).state_dict()], [8])
+    wanted = by_layer(weights, [4, 4])
+    assert wanted and all(torch.equal(found[place], wanted[place]) for place in wanted)
+
+
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_a_factory_is_given_names_that_no_cut_changes(tmp_path, backend):
     seen = []
