@@ -19,7 +19,7 @@ def start_lines(answer: Answer) -> list[str]:
     virtual = f" --virtual {choice.virtual}" if takes(choice.schedule, "virtual") else ""
     longest = f" --longest {choice.longest}" if choice.longest > 1 else ""
     table = f"{choice.schedule} --devices {p} --microbatches {choice.microbatches}"
-    table += virtual + longest
+    table += virtual + longest + (f" --slices {choice.slices}" if choice.slices > 1 else "")
     table += " --overlap" if best.problem.pairs and choice.schedule == "dualpipe_v" else ""
     again = f" --recompute {choice.recompute.value}" if choice.recompute.value != "never" else ""
     job = f"run {table} --model gpt2 --balance {balance}{again}"
@@ -37,6 +37,7 @@ def start_lines(answer: Answer) -> list[str]:
         isinstance(answer.problem.model, Transformer)
         and p > 1
         and choice.schedule not in ASYNCHRONOUS
+        and choice.slices == 1  # of which torch's tables know nothing
     ):
         lines += _titan(best, table)
     return lines

@@ -151,6 +151,7 @@ class Techniques:
         sequence_parallel: split by tokens what tensor parallelism leaves whole
         overlap: the gradients' all-reduce overlaps with the last backward
         pairs: a forward's and a backward's messages to experts overlap with each other's compute
+        slices: into how many slices a sequence may be cut: one number, or several (2,4,8)
         blocking: messages stop the devices that send them
     """
 
@@ -163,6 +164,7 @@ class Techniques:
     sequence_parallel: bool = True
     overlap: bool = False
     pairs: bool = False
+    slices: Counts = (1,)
     blocking: bool = False
 
     def options(self) -> dict[str, Any]:

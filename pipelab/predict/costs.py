@@ -185,6 +185,22 @@ class Costs:
         linear, squared = 1 - self.attention, self.attention
         return [linear * (b - a) + squared * (b * b - a * a) for a, b in pairwise(ends)]
 
+    def even_slices(self, count: int) -> tuple[float, ...]:
+        """Lengths of so many slices that take equally long, as shares of a sequence: the first is
+        the longest, since its positions attend to the fewest.
+
+        >>> [round(length, 3) for length in Costs(attention=0.5).even_slices(2)]
+        [0.618, 0.382]
+        """
+        check_counts(count=count)
+        linear, squared = 1 - self.attention, self.attention
+        # x + squared (x^2 - x) = i / count, for the end x of slice i
+        shares = [i / count for i in range(count + 1)]
+        ends = [
+            2 * y / (linear + math.sqrt(linear**2 + 4 * squared * y)) if y else 0.0 for y in shares
+        ]
+        return tuple(b - a for a, b in pairwise(ends))
+
     def of_copies(self, table: Table) -> "Costs":
         """The same for all copies of a model; one value per stage means the stages of one copy."""
         n, found = table.model_stages, dict[str, Any]()

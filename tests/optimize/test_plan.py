@@ -103,7 +103,28 @@ paired = st.builds(
     schedules=st.just((*FLUSH, "dualpipe_v")),
     pairs=st.just(True),
 )
-problems = profiles | transformers | paired
+sliced = st.builds(
+    Problem,
+    model=st.just(replace(small, sequence=12)),
+    machine=st.builds(
+        Machine,
+        name=st.just("any"),
+        flops=st.just(1e3),
+        memory=st.just(math.inf),
+        bandwidth=st.floats(50, 500),
+        inside=st.floats(100, 1000),
+        node=st.sampled_from([1, 2]),
+        overhead=st.sampled_from([0.0, 0.1]),
+    ),
+    devices=st.just(4),
+    batch=st.sampled_from([2, 4]),
+    context=st.sampled_from([(1,), (2,)]),
+    slices=st.sampled_from([(2, 3), (1, 4)]),
+    schedules=st.just(("pipedream_flush",)),
+    zero=st.sampled_from([1, 3]),
+    blocking=st.booleans(),
+)
+problems = profiles | transformers | paired | sliced
 
 
 def choices_of(problem):

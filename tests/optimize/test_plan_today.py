@@ -29,6 +29,7 @@ from pipelab.optimize.plan import (
     Problem,
     Transformer,
     estimate,
+    find_plan,
     makespan,
     table_for,
 )
@@ -122,6 +123,47 @@ def test_deepseeks_pairs_hide_its_messages():
     stages = replace(problem, pairs=True).of_stages(layout)
     both = stages["forward"] + stages["input_grad"] + stages["weight_grad"]
     assert (stages["together"] <= both).all() and (stages["together"] >= both / 2).all()
+
+
+def test_slices_train_long_sequences_without_recomputation():
+    """30 B parameters with sequences of 64k on 64 A100, as Seq1F1B reports (arXiv 2406.03488)."""
+    model = Transformer(64, 6144, 64, 65536, 50257)
+    problem = Problem(model, A100, 64, 32, (8,), schedules=("pipedream_flush",), slices=(1, 4))
+    layouts = {
+        (choice.schedule, choice.slices): choice
+        for choice in problem.choices()
+        if choice.pipeline == 8 and choice.microbatch == 1
+        if choice.keep == "all" and choice.recompute is Recompute.NEVER
+    }
+    whole, cut = (
+        estimate(problem, layouts[kind]) for kind in (("pipedream_flush", 1), ("seq1f1b", 4))
+    )
+    assert whole.memory > 120e9 and cut.memory < 60e9
+    assert cut.step < 0.9 * whole.step
+    assert cut.parts["bubble"] == pytest.approx(whole.parts["bubble"] / 4, rel=0.02)
+    assert cut.parts["compute"] > whole.parts["compute"]  # smaller products
+    best = find_plan(problem)
+    assert best.best.choice.slices == 4 and " slices=4 " in str(best)
+
+
+def test_what_attention_takes_by_hand():
+    """Of equal slices, the time of each; without a head and an embedding."""
+    unit = Machine("unit", 1, math.inf, math.inf, share=1, latency=0)
+    model = Transformer(1, 8, 2, 16, 1)
+    problem = Problem(model, unit, 2, 2, slices=(4,))
+    (choice, *_) = (c for c in problem.choices() if c.slices == 4 and c.keep == "all")
+    products, scores = 3 * 24 * 16 * 8**2 + 3 * 2 * 16 * 8, 3.5 * 2 * 16**2 * 8
+    share = problem.attention(**choice.layer)
+    assert share == pytest.approx(scores / (products + scores), rel=0.01)
+    costs = problem.costs(choice)
+    lengths = costs.even_slices(4)
+    assert sum(lengths) == pytest.approx(1) and [*lengths] == sorted(lengths, reverse=True)
+    table = replace(make("seq1f1b", 2, 1, slices=4), slices=lengths)
+    assert costs.of_slices(table) == pytest.approx([0.25] * 4)
+    with pytest.raises(ValueError, match="slices=17: give at most the 16 tokens"):
+        replace(problem, slices=(17,))
+    with pytest.raises(ValueError, match="a measured profile cannot be sliced"):
+        Problem(Profile((Layer("one", 1, 1, 1),)), unit, 2, 2, slices=(2,))
 
 
 def test_latent_attention_by_hand():
@@ -268,9 +310,14 @@ def test_repetition_is_the_whole_simulation(name, data):
         overhead=data.draw(st.sampled_from([0.0, 0.1])),
         recompute=data.draw(st.sampled_from(Recompute)),
     )
-    whole = simulate(make(name, p, m, virtual=v), costs)
-    expected = whole.makespan + costs.overhead  # before the first action
-    assert makespan(name, p, m, costs, v) == pytest.approx(expected, rel=1e-9)
+    table, slices = make(name, p, m, virtual=v), 1
+    if takes(name, "slices"):
+        slices = data.draw(st.integers(1, 3))
+        costs = replace(costs, attention=data.draw(st.sampled_from([0.0, 0.4, 1.0])))
+        lengths = costs.even_slices(slices) if slices > 1 else ()
+        table = replace(make(name, p, m, slices=slices), slices=lengths)
+    expected = simulate(table, costs).makespan + costs.overhead  # before the first action
+    assert makespan(name, p, m, costs, v, slices=slices) == pytest.approx(expected, rel=1e-9)
 
 
 def test_millions_of_actions_are_those_of_a_short_table(monkeypatch):

@@ -194,7 +194,7 @@ def _find(search: Enumeration, bar: Bar) -> Answer:
 def _decisions(search: Enumeration, best: TrainingChoice) -> Iterator[tuple[str, Allowed]]:
     """The decisions that could have been others, and the choices that make them."""
     # [1] every other schedule, recomputation and tensor; the next shorter and longer pipeline
-    for name in ("schedule", "recompute", "keep", "tensor", "context", "pipeline"):
+    for name in ("schedule", "slices", "recompute", "keep", "tensor", "context", "pipeline"):
         own = getattr(best, name)
         others = {getattr(choice, name) for choice in search.least} - {own}
         if name == "pipeline":

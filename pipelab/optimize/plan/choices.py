@@ -23,6 +23,7 @@ IN_A_V = ("v_half", "v_min", "dualpipe_v", "zb_v")  # two chunks a device, there
 SPLIT = ("zb_h1", "zb_h2", "zb", *IN_A_V)  # backwards in two parts, with a flush
 MADE = {"zb": 5_000, "zb_v": 5_000}  # by a search, which takes half a second for so many actions
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
+SLICED = ("seq1f1b",)  # sequences go through the pipeline in slices, where `slices` are
 PAIRED = ("overlapped_1f1b", "dualpipe_v")  # forwards and backwards overlap, where `pairs` are
 MOST_CHUNKS = 16  # a device
 MOST = 10**9  # devices, and samples of a batch
@@ -44,6 +45,7 @@ class TrainingChoice(NamedTuple):
     keep          what a transformer's layer keeps, one of KEEP; with `recompute` never
     context       devices that share every sequence
     longest       micro-batches in a round of `interleaved`, if more than p
+    slices        of a sequence, of SLICED schedules: each takes as long as another
     """
 
     schedule: str
@@ -58,6 +60,7 @@ class TrainingChoice(NamedTuple):
     keep: str = "all"
     context: int = 1
     longest: int = 1
+    slices: int = 1
 
     @property
     def shared(self) -> int:
@@ -72,6 +75,7 @@ class TrainingChoice(NamedTuple):
             "context": self.context,
             "samples": self.microbatch,
             "keep": self.keep,
+            "slices": self.slices,
         }
 
     @property
@@ -88,6 +92,7 @@ class TrainingChoice(NamedTuple):
 
     def __str__(self) -> str:
         more = {"v": self.virtual, "t": self.tensor, "c": self.context, "rounds": self.longest}
+        more["slices"] = self.slices
         some = "".join(f" {name}={number}" for name, number in more.items() if number > 1)
         again = self.recompute.value if self.keep == "all" else self.keep
         return (
@@ -121,6 +126,7 @@ class Problem:
                 Default: 1 for a Transformer, 0 for a Profile
     overlap     the gradients' all-reduce overlaps with the last backward, all-gathers with a pass
     pairs       a pair's messages to experts overlap with its compute, in PAIRED schedules
+    slices      how many slices a sequence may be cut into, for SLICED schedules (a Transformer's)
     blocking    messages stop the devices that send them, as in Megatron-LM in 2021
     share       of a device's peak that products reach; default: the machine's
     """
@@ -139,6 +145,7 @@ class Problem:
     zero: int | None = None
     overlap: bool = False
     pairs: bool = False
+    slices: tuple[int, ...] = (1,)
     blocking: bool = False
     share: float | None = None
 
@@ -150,7 +157,9 @@ class Problem:
             _check_profile(self.model)
         if self.pairs and "overlapped_1f1b" not in self.schedules:
             vars(self)["schedules"] = (*self.schedules, "overlapped_1f1b")
-        known = (*FLUSH, *SPLIT, *ASYNCHRONOUS, *PAIRED)
+        if max(self.slices, default=1) > 1:
+            vars(self)["schedules"] = tuple(dict.fromkeys((*self.schedules, *SLICED)))
+        known = (*FLUSH, *SPLIT, *ASYNCHRONOUS, *PAIRED, *SLICED)
         if strange := [name for name in self.schedules if name not in known]:
             raise ScheduleError(f"schedule {strange[0]!r} cannot be used in plans: use {known}")
         if self.zero not in (None, 0, 1, 3):
@@ -165,7 +174,7 @@ class Problem:
             if getattr(self, name) is None:
                 vars(self)[name] = value
         # Every choice asks for these: the problem keeps what they returned.
-        for name in ("profile", "totals", "balance"):
+        for name in ("profile", "totals", "balance", "attention"):
             vars(self)[name] = cache(getattr(self, name))
 
     def _check_shared(self) -> None:
@@ -185,6 +194,15 @@ class Problem:
                         f"and the {most} {parts} (a measured profile has one)"
                     )
 
+        longest = sizes.get("sequence", 1) // max(self.context, default=1)
+        for number in self.slices:
+            check_counts(slices=number)
+            if number > longest:
+                raise ValueError(
+                    f"slices={number}: give at most the {longest:,} tokens that a device has of a "
+                    "sequence (a measured profile cannot be sliced)"
+                )
+
     @cached_property
     def _machine(self) -> Machine:
         """The machine, with a node and a rack no larger than all of the devices."""
@@ -192,7 +210,12 @@ class Problem:
         return replace(own, node=min(own.node, n), rack=min(own.rack, n))
 
     def profile(
-        self, tensor: int = 1, context: int = 1, samples: int = 1, keep: str = "all"
+        self,
+        tensor: int = 1,
+        context: int = 1,
+        samples: int = 1,
+        keep: str = "all",
+        slices: int = 1,
     ) -> Profile:
         """The layers on one of the devices that share them."""
         model = self.model
@@ -205,9 +228,24 @@ class Problem:
             context=context,
             expert=self.expert,
             keep=keep,
+            slices=slices,
             flash=self.flash,
             sequence=self.sequence,
         )
+
+    def attention(self, **layer: Any) -> float:
+        """The share of the seconds that grows with a sequence's length squared; arguments are those
+        of `profile`."""
+        if not isinstance(self.model, Transformer):
+            return 0.0
+        # As many tokens, of which each attends to itself alone.
+        samples = layer["samples"] * self.model.sequence
+        alone = replace(self, model=replace(self.model, sequence=1), context=(1,), slices=(1,))
+        rest, whole = (
+            sum(layer.time for layer in profile.layers)
+            for profile in (alone.profile(**layer | {"samples": samples}), self.profile(**layer))
+        )
+        return 1 - rest / whole
 
     def totals(self, **shared: Any) -> dict[str, np.ndarray]:
         """Costs of all layers before each cut; and `crossing`, the bytes across it. Arguments are
@@ -259,8 +297,14 @@ class Problem:
                     m = samples // b
                     if not _is_table(schedule, p, v, m):
                         continue
-                    rounds = _longest_rounds(schedule, p, m)
-                    for (recompute, keep), longest in product(self._recomputations(), rounds):
+                    again, rounds = self._recomputations(), _longest_rounds(schedule, p, m)
+                    slices = [1]
+                    if schedule in SLICED:  # whose stages do not run their forwards again
+                        again = [way for way in again if way[0] is Recompute.NEVER]
+                        slices = [
+                            k for k in self.slices if k > 1 and _is_table(schedule, p, v, m * k)
+                        ]
+                    for (recompute, keep), longest, k in product(again, rounds, slices):
                         yield TrainingChoice(
                             schedule=schedule,
                             pipeline=p,
@@ -274,6 +318,7 @@ class Problem:
                             keep=keep,
                             context=context,
                             longest=longest,
+                            slices=k,
                         )
 
     def _schedules(self, p: int) -> Sequence[str]:
@@ -281,7 +326,7 @@ class Problem:
         the same there, or hold more."""
         if p > 1 or "pipedream_flush" not in self.schedules:
             return self.schedules
-        others = {*FLUSH, *SPLIT, *PAIRED} - {"pipedream_flush"}
+        others = {*FLUSH, *SPLIT, *PAIRED, *SLICED} - {"pipedream_flush"}
         return [name for name in self.schedules if name not in others]
 
     def _recomputations(self) -> list[tuple[Recompute, str]]:
@@ -320,6 +365,7 @@ class Problem:
         machine, layer = self._machine, choice.layer
         totals, profile = self.totals(**layer), self.profile(**layer)
         scale = choice.microbatch / (profile.samples or 1)  # of a profile there is one: see above
+        scale, slices = scale * choice.slices, choice.slices
         sizes = {name: totals[name][b] - totals[name][a] for name in ("weights", *PER_SAMPLE)}
         for name in PER_SAMPLE:
             sizes[name] *= scale
@@ -328,7 +374,7 @@ class Problem:
         own = (weights - experts) / choice.replicas + experts / (choice.replicas // self.expert)
         state = self._state(weights, own)
         if self.zero == 3:
-            gather = self._summed(choice, weights, experts, passes=1)
+            gather = slices * self._summed(choice, weights, experts, passes=1)
             join = np.maximum if self.overlap else np.add
             for name in ("forward", "input_grad"):
                 sizes[name] = join(sizes[name], gather)
@@ -343,11 +389,11 @@ class Problem:
         # [3] one layer, all of it, while it is run again
         if choice.keep != "all":
             whole = self.profile(**layer | {"keep": "all"}).of("activations")
-            state = state + scale * max(whole - profile.of("activations"))
+            state = state + scale / slices * max(whole - profile.of("activations"))
         # [4] messages
         sent = scale * totals["crossing"]
         latency, bandwidth = machine.latency, choice.tensor * min(self._speeds(choice))
-        link = latency + sent / bandwidth
+        link = slices * latency + sent / bandwidth
         link[-1] = 0.0  # nothing is behind
         if self.blocking:
             for name in ("forward", "input_grad"):
@@ -416,8 +462,9 @@ class Problem:
         sizes = self.sizes(choice, bounds[:-1], bounds[1:])
         speeds = np.array(self._speeds(choice))
         if len(choice.balance) > 1 and not self.blocking and (speeds != speeds[0]).any():
-            transfer = self.machine.latency + sizes["boundary"][1:] / (choice.tensor * speeds)
-            link = np.append(transfer, 0.0)
+            sent = sizes["boundary"][1:] / choice.slices
+            transfer = self.machine.latency + sent / (choice.tensor * speeds)
+            link = choice.slices * np.append(transfer, 0.0)
             sizes |= {"transfer": transfer, "bandwidth": math.inf, "link": link}
         return sizes
 
@@ -425,7 +472,8 @@ class Problem:
         """`of_stages`, for the simulator."""
         sizes = {name: np.asarray(size).tolist() for name, size in self.of_stages(choice).items()}
         del sizes["link"]
-        return Costs(**sizes, recompute=choice.recompute)
+        attention = self.attention(**choice.layer) if choice.slices > 1 else 0.0
+        return Costs(**sizes, recompute=choice.recompute, attention=attention)
 
 
 PER_SAMPLE = (*PASSES, "activations", "weight_activations")  # grow with the micro-batch

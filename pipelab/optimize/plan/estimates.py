@@ -44,10 +44,11 @@ class Estimate:
     @cached_property
     def gap(self) -> float:
         """How far the step is above a lower bound: for any order in the same stages and memory, see
-        `pipelab.optimize.bounds.gap`. Without a flush, and for pairs, above `least_seconds`."""
+        `pipelab.optimize.bounds.gap`. Without a flush, for pairs and for slices, above
+        `least_seconds`."""
         problem, choice = self.problem, self.choice
         pairs = problem.pairs and choice.schedule in PAIRED
-        if pairs or choice.schedule in ASYNCHRONOUS:
+        if pairs or choice.slices > 1 or choice.schedule in ASYNCHRONOUS:
             least = Bound({"busiest device": least_seconds(choice, problem.of_stages(choice))})
             return least.gap(self.step)
         costs = problem.costs(choice)
@@ -109,9 +110,8 @@ def table_for(choice: TrainingChoice, costs: Costs, whole: bool = True) -> Sched
     name, p, m = choice.schedule, choice.pipeline, choice.microbatches
     batches = 4 * _spell(choice) if name in ASYNCHRONOUS else 1
     m = m if whole or choice.longest > 1 else shorter(name, p, m)
-    return table_of(
-        name, p, m, choice.virtual, batches=batches, longest=choice.longest, costs=costs
-    )
+    sizes = {"virtual": choice.virtual, "longest": choice.longest, "slices": choice.slices}
+    return table_of(name, p, m, batches=batches, costs=costs, **sizes)
 
 
 def steady_seconds(choice: TrainingChoice, costs: Costs) -> float:
@@ -121,8 +121,8 @@ def steady_seconds(choice: TrainingChoice, costs: Costs) -> float:
     less (150 random pipelines).
     """
     if choice.schedule not in ASYNCHRONOUS:
-        sizes = choice.pipeline, choice.microbatches
-        return makespan(choice.schedule, *sizes, costs, choice.virtual, choice.longest)
+        sizes = {"virtual": choice.virtual, "longest": choice.longest, "slices": choice.slices}
+        return makespan(choice.schedule, choice.pipeline, choice.microbatches, costs, **sizes)
     schedule = table_for(choice, costs)
     ends = ends_of(schedule, costs)
     spell = _spell(choice) * choice.microbatches

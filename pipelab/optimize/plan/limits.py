@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, IN_A_V, MADE, PAIRED, TrainingChoice
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, IN_A_V, MADE, PAIRED, SLICED, TrainingChoice
 from pipelab.predict.costs import Recompute
 from pipelab.predict.theory import THEORY
 from pipelab.schedules import make, takes
@@ -28,17 +28,18 @@ def work(choice: TrainingChoice, sizes: Sizes) -> np.ndarray:
     once = sizes["forward"] + sizes["input_grad"] + sizes["weight_grad"]
     once = sizes.get("together", once)  # if it takes less in pairs
     actions = 3 if choice.schedule in ("zb_h1", "zb_h2") else 2  # others may keep backwards whole
-    once = once + actions * sizes["overhead"]
+    once = once + choice.slices * actions * sizes["overhead"]
     return m * once + again[choice.recompute] * sizes["forward"]
 
 
 def passing(choice: TrainingChoice, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a micro-batch through each stage and over the link behind it: there, and back."""
-    step = sizes["overhead"] + sizes["link"]
+    """Seconds of a micro-batch, or of a slice, through each stage and over the link behind it:
+    there, and back."""
+    step = sizes["overhead"] + sizes["link"] / choice.slices
     back = sizes["input_grad"] + (0.0 if choice.split else sizes["weight_grad"])
     if choice.recompute is Recompute.ALWAYS:
         back = back + sizes["forward"]
-    return sizes["forward"] + step, back + step
+    return sizes["forward"] / choice.slices + step, back / choice.slices + step
 
 
 def least_seconds(choice: TrainingChoice, sizes: Sizes) -> float:
@@ -94,7 +95,8 @@ def least_of_any_cut(choice: TrainingChoice, whole: Sizes) -> tuple[float, float
     """Seconds and bytes that no cut of the layers can beat, from all layers in one stage: some
     device has at least the average. Cheap, and the same for every cut."""
     in_flight = _fewest_in_flight(
-        *(choice.schedule, choice.pipeline, choice.virtual, choice.microbatches, choice.longest)
+        *(choice.schedule, choice.pipeline, choice.virtual, choice.microbatches, choice.longest),
+        choice.slices,
     )
     kept = whole["activations"] if choice.recompute is Recompute.NEVER else 0.0
     # At the end of the batch there are all gradients, and before the first backward no gradient.
@@ -123,20 +125,20 @@ def held(
 def counts(choice: TrainingChoice) -> Any:
     """Per stage: versions of its weights, micro-batches in flight, and those that wait for W."""
     sizes = choice.pipeline, choice.virtual, choice.microbatches
-    return _counts(choice.schedule, *sizes, max(choice.pipeline, choice.longest))
+    return _counts(choice.schedule, *sizes, max(choice.pipeline, choice.longest), choice.slices)
 
 
 @cache
-def _fewest_in_flight(schedule: str, p: int, v: int, m: int, longest: int) -> int:
+def _fewest_in_flight(schedule: str, p: int, v: int, m: int, longest: int, slices: int) -> int:
     """Of all stages; those that wait for W keep less than all."""
-    _, in_flight, waiting = _counts(schedule, p, v, m, max(p, longest))
+    _, in_flight, waiting = _counts(schedule, p, v, m, max(p, longest), slices)
     return max(int((in_flight - waiting).min()), 0)
 
 
 @cache
-def _counts(schedule: str, p: int, v: int, m: int, longest: int) -> Any:
-    if schedule in MADE or schedule in IN_A_V or schedule in PAIRED:
-        return _counts_of_table(schedule, p, v, m)
+def _counts(schedule: str, p: int, v: int, m: int, longest: int, slices: int) -> Any:
+    if schedule in (*MADE, *IN_A_V, *PAIRED, *SLICED):
+        return _counts_of_table(schedule, p, v, m, slices)
     theory = THEORY[schedule]
     # Interleaved is built for full rounds, and loses the absent micro-batches.
     absent = -m % p if v > 1 and longest == p else 0
@@ -154,15 +156,16 @@ def _counts(schedule: str, p: int, v: int, m: int, longest: int) -> Any:
     return np.transpose(found)
 
 
-def _counts_of_table(schedule: str, p: int, v: int, m: int) -> Any:
+def _counts_of_table(schedule: str, p: int, v: int, m: int, slices: int) -> Any:
     """Forwards ahead of a device's first backward; one, of a table that depends on its costs."""
-    flights = [1] * (p * v)
+    flights = [1.0] * (p * v)
     if schedule not in MADE:
-        flights = [0] * (p * v)
+        flights = [0.0] * (p * v)
         chunks = v if takes(schedule, "virtual") else 1
-        for row in make(schedule, p, min(m, 3 * p), virtual=chunks).rows:
+        each = slices if takes(schedule, "slices") else None
+        for row in make(schedule, p, min(m, 3 * p), virtual=chunks, slices=each).rows:
             for action in takewhile(lambda action: action.kind is Kind.F, row):
-                flights[action.stage] += 1
+                flights[action.stage] += 1 / slices
     return np.array([[1] * (p * v), flights, [0] * (p * v)])
 
 

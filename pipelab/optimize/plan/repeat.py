@@ -5,6 +5,7 @@ period later than those some rounds before, the rest of the whole table just add
 nothing repeats, the table grows, finally to the whole one.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,10 +19,12 @@ from pipelab.table.schedule import Schedule
 
 ALIKE = 1e-12  # relative: seconds that differ by rounding
 ROUNDS = 8  # of p micro-batches: the table in which a period is first looked for
-IN_ROUNDS = ("pipedream_flush", "interleaved", "overlapped_1f1b", "zb_h1", "zb_h2")
+IN_ROUNDS = ("pipedream_flush", "interleaved", "overlapped_1f1b", "zb_h1", "zb_h2", "seq1f1b")
 
 
-def makespan(name: str, p: int, m: int, costs: Costs, virtual: int = 1, longest: int = 1) -> float:
+def makespan(
+    name: str, p: int, m: int, costs: Costs, virtual: int = 1, longest: int = 1, slices: int = 1
+) -> float:
     """Seconds of one batch of a schedule with a flush, including its updates and the overhead of
     its first action; equal to the whole simulation's up to rounding.
 
@@ -31,12 +34,13 @@ def makespan(name: str, p: int, m: int, costs: Costs, virtual: int = 1, longest:
     rounds = ROUNDS
     while True:
         short = shorter(name, p, m, rounds) if longest == 1 else m
-        table = table_of(name, p, short, virtual, longest=longest, costs=costs)
+        sizes = {"virtual": virtual, "longest": longest, "slices": slices}
+        table = table_of(name, p, short, costs=costs, **sizes)
         ends = ends_of(table, costs)
         more = (m - short) // p  # rounds that the whole table has
         if not more:
             return max(ends)
-        turns, seconds = _period(table, ends, p)
+        turns, seconds = _period(table, ends, p * table.per_sequence)
         if turns and more % turns == 0:
             return max(ends) + more // turns * seconds
         rounds += more % turns if turns else rounds
@@ -51,17 +55,22 @@ def table_of(
     name: str,
     p: int,
     m: int,
-    virtual: int,
     *,
-    batches: int = 1,
+    virtual: int,
     longest: int,
+    slices: int = 1,
+    batches: int = 1,
     costs: Costs,
 ) -> Schedule:
-    """The table of a plan; if its schedule depends on costs, the one for these."""
-    sizes = {"virtual": virtual if takes(name, "virtual") else 1, "longest": longest}
+    """The table of a plan; if its schedule depends on costs, the one for these. All slices of a
+    sequence take equally long."""
+    sizes: dict[str, Any] = {"virtual": virtual if takes(name, "virtual") else 1}
+    sizes |= {"longest": longest, "slices": slices if takes(name, "slices") else None}
     table = _table(
         name, p, m, batches=batches, costs=costs if takes(name, "costs") else None, **sizes
     )
+    if slices > 1:
+        return replace(table, slices=costs.even_slices(slices))
     paired = name == "dualpipe_v" and costs.together is not None
     return _in_pairs(table) if paired else table
 

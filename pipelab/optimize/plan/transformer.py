@@ -218,6 +218,7 @@ class Transformer:
         context: int = 1,
         expert: int = 1,
         keep: str = "all",
+        slices: int = 1,
         *,
         flash: bool = True,
         sequence: bool = True,
@@ -226,9 +227,9 @@ class Transformer:
         it, by the table above.
 
         A pipeline keeps the word embedding twice: in its first layer and in the head. `expert`
-        replicas share the experts.
+        replicas share the experts. If sequences are cut into `slices`, it is for an average one.
         """
-        h, t, tokens = self.hidden, tensor, samples * self.sequence / context
+        h, t, tokens = self.hidden, tensor, samples * self.sequence / context / slices
         split = t if sequence else 1
         blocks = [
             model._block(machine, tokens, tensor, context, expert, keep, flash=flash, split=split)
