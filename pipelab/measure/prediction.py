@@ -19,6 +19,7 @@ class Explanation:
     causes               cause -> seconds that it adds to the makespan (negative: saves); they sum
                          to the gap
     spread               how much a repeated run varies: smaller causes are not claimed
+    source               of the timeline: "measured" or "simulated"
 
     Shown as a table: each cause beyond the spread, and the others in one line; seconds in a fitting
     unit, and percent of the measured makespan.
@@ -28,6 +29,7 @@ class Explanation:
     measured: float
     causes: dict[str, float]
     spread: float
+    source: str = "measured"
 
     @property
     def gap(self) -> float:
@@ -57,7 +59,7 @@ class Explanation:
 
         lines = [line("predicted", self.predicted)]
         lines += [line(f"  {cause}", x, "+z") for cause, x in self.claimed.items()]
-        measured = line("measured", self.measured)
+        measured = line(self.source, self.measured)
         if not self.spread:
             return "\n".join([*lines, measured])
         rest = line("  within the spread", self.gap - sum(self.claimed.values()), "+z")
@@ -96,7 +98,7 @@ def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) 
     predicted                 12.00 s    85.7 %
       stage 1                 +1.50 s   +10.7 %
       link 0-1                +0.50 s    +3.6 %
-    measured                  14.00 s   100.0 %
+    simulated                 14.00 s   100.0 %
     """
     measured.refuse_transfers("explain")
     s, spread = measured.schedule, _spread([measured, *repeats])
@@ -123,7 +125,7 @@ def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) 
     if s.batches > 1:
         causes["first batch"] = measured.makespan - before
     causes["unexplained"] = measured.makespan - predicted - sum(causes.values())
-    return Explanation(predicted, measured.makespan, causes, spread)
+    return Explanation(predicted, measured.makespan, causes, spread, measured.source)
 
 
 def _spread(runs: Sequence[Timeline]) -> float:

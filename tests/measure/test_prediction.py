@@ -245,7 +245,7 @@ def test_less_than_the_spread_is_not_claimed():
         "predicted                 12.00 s    85.7 %",
         "  stage 1                 +1.50 s   +10.7 %",
         "  within the spread       +0.50 s    +3.6 %",
-        "measured                  14.00 s   100.0 %",
+        "simulated                 14.00 s   100.0 %",
         "spread (A/A)               0.60 s     4.3 %",
     ]
     other = simulate(make("pipedream_flush", 2, 3))
@@ -286,7 +286,7 @@ def test_the_table_is_in_a_fitting_unit(unit, shown):
     schedule = make("gpipe", 2, 3)
     measured = simulate(schedule, Costs(unit, unit, unit))
     lines = str(explain(Costs(2 * unit, unit / 2, unit / 2), measured)).splitlines()
-    assert [line.split()[0] for line in lines] == ["predicted", "stage", "stage", "measured"]
+    assert [line.split()[0] for line in lines] == ["predicted", "stage", "stage", "simulated"]
     assert shown in lines[-1] and lines[-1].endswith("100.0 %")
     assert len({len(line) for line in lines}) == 1
 

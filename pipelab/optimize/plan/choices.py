@@ -245,7 +245,7 @@ class Problem:
             sum(layer.time for layer in profile.layers)
             for profile in (alone.profile(**layer | {"samples": samples}), self.profile(**layer))
         )
-        return 1 - rest / whole
+        return (1 - rest / whole) / (1 - 1 / self.model.sequence)  # it takes its own score, too
 
     def totals(self, **shared: Any) -> dict[str, np.ndarray]:
         """Costs of all layers before each cut; and `crossing`, the bytes across it. Arguments are
