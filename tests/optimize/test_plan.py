@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, reject
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipelab import Recompute, make, simulate
 from pipelab.cli import main
+from pipelab.cli.jobs import start_lines
 from pipelab.optimize.cut import Layer, Profile
 from pipelab.optimize.plan import (
     ASYNCHRONOUS,
@@ -249,6 +251,26 @@ def test_the_gap_is_what_a_better_order_could_gain():
         assert found.to_json()["gap"] == found.gap
     asked = replace(problem, schedules=ASYNCHRONOUS)
     assert [plan.gap for plan in only(asked, **wanted)] == [0.0] * len(ASYNCHRONOUS)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb", 1), ("zb_v", 2)])
+def test_a_table_is_searched_for_that_fits(name, chunks):
+    """Of four micro-batches that zb holds by default, and three that fit."""
+    problem = equal_layers(4 * chunks, devices=4, batch=8)
+    problem = replace(problem, schedules=(name,), optimizer=0.0)
+
+    def within(memory):
+        search = Enumeration(problem)
+        return search.best(memory, lambda c: c.pipeline == 4 and c.recompute is Recompute.NEVER)
+
+    # a weight and a gradient, and the activations of a micro-batch, of each chunk
+    best, less = within(6 * chunks), within(5 * chunks)
+    assert (best.choice.memory, less.choice.memory) == (None, 3)
+    table = make(name, 4, 8, costs=problem.costs(less.choice), memory=3)
+    assert less.step == simulate(table, problem.costs(less.choice)).makespan > best.step
+    assert less.memory <= 5 * chunks < best.memory and sum(less.parts.values()) == less.step
+    assert " memory=3 " in str(less.choice)
+    assert start_lines(SimpleNamespace(problem=problem, best=less))[1].count(" --memory 3 ") == 1
 
 
 def test_few_are_simulated():

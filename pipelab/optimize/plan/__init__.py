@@ -22,7 +22,8 @@ those that `pipelab.optimize.plan.cuts` finds for the memory. That module says h
 trying all. "Nothing fits" may be narrowly wrong if chunks share a device or inputs wait in buffers.
 
 Backwards are split only on request (`SPLIT`, which includes V schedules): I and W together are
-assumed to take as long as a whole backward, which only a measurement can show.
+assumed to take as long as a whole backward, which only a measurement can show. A table that is
+searched for (`zb`, `zb_v`) is made for as many micro-batches as fit, up to p.
 
 Not modelled: stages with replicas of their own (see `pipelab.optimize.cut.replicated`), experts
 with unequal loads or a limit of nodes per token, messages that share a card, communication of

@@ -21,7 +21,7 @@ from pipelab.table.placement import loop_placement, v_placement
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
 IN_A_V = ("v_half", "v_min", "dualpipe_v", "zb_v")  # two chunks a device, there and back
 SPLIT = ("zb_h1", "zb_h2", "zb", *IN_A_V)  # backwards in two parts, with a flush
-MADE = {"zb": 5_000, "zb_v": 5_000}  # by a search, which takes half a second for so many actions
+MADE = {"zb": 2_500, "zb_v": 2_500}  # by a search, which takes a second for so many actions
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 SLICED = ("seq1f1b",)  # sequences go through the pipeline in slices, where `slices` are
 PAIRED = ("overlapped_1f1b", "dualpipe_v")  # forwards and backwards overlap, where `pairs` are
@@ -46,6 +46,7 @@ class TrainingChoice(NamedTuple):
     context       devices that share every sequence
     longest       micro-batches in a round of `interleaved`, if more than p
     slices        of a sequence, of SLICED schedules: each takes as long as another
+    memory        micro-batches whose activations fit on a device, of MADE schedules; default: p
     """
 
     schedule: str
@@ -61,6 +62,7 @@ class TrainingChoice(NamedTuple):
     context: int = 1
     longest: int = 1
     slices: int = 1
+    memory: float | None = None
 
     @property
     def shared(self) -> int:
@@ -92,8 +94,9 @@ class TrainingChoice(NamedTuple):
 
     def __str__(self) -> str:
         more = {"v": self.virtual, "t": self.tensor, "c": self.context, "rounds": self.longest}
-        more["slices"] = self.slices
+        more |= {"slices": self.slices}
         some = "".join(f" {name}={number}" for name, number in more.items() if number > 1)
+        some += f" memory={self.memory:g}" if self.memory else ""
         again = self.recompute.value if self.keep == "all" else self.keep
         return (
             f"{self.schedule} p={self.pipeline}{some} replicas={self.replicas} "

@@ -10,13 +10,15 @@ from itertools import count
 
 import numpy as np
 
-from pipelab.optimize.plan.choices import Problem, TrainingChoice
+from pipelab.optimize.bounds import bound
+from pipelab.optimize.plan.choices import MADE, Problem, TrainingChoice
 from pipelab.optimize.plan.cuts import fastest_cut, smallest_cut
 from pipelab.optimize.plan.estimates import Estimate, estimate
-from pipelab.optimize.plan.limits import SLACK, least_bytes, least_of_any_cut, least_seconds
+from pipelab.optimize.plan.limits import SLACK, least_bytes, least_of_any_cut, least_seconds, room
 from pipelab.predict.costs import Recompute
 from pipelab.runtime.bar import Bar
 
+QUARTER = 0.25  # of a micro-batch: limits of memory are multiples
 Allowed = Callable[[TrainingChoice], bool]
 
 
@@ -51,10 +53,36 @@ class Enumeration:
         sizes = self.problem.sizes(choice, np.array([0]), np.array([self.problem.layers]))
         return {name: float(np.ravel(size)[0]) for name, size in sizes.items()}
 
+    def _add(self, new: TrainingChoice, alike: TrainingChoice) -> None:
+        """One more choice, with the bound of another cut or another memory."""
+        self.least.setdefault(new, self.least[alike])
+        if new not in self.seconds:
+            self._bound(new)
+
     def _bound(self, choice: TrainingChoice) -> None:
         sizes = self.problem.of_stages(choice)
         self.seconds[choice] = least_seconds(choice, sizes)
         self.bytes[choice] = least_bytes(choice, sizes)
+        if self._is_limited(choice):
+            costs, p = self.problem.costs(choice), choice.pipeline
+            limit = p if choice.memory is None else choice.memory
+            least = bound(costs, p, choice.microbatches, limit, placement=choice.home)
+            self.seconds[choice] = max(self.seconds[choice], least.makespan + costs.overhead)
+
+    @staticmethod
+    def _is_limited(choice: TrainingChoice) -> bool:
+        """Whether a limit of memory changes its table, which is searched for."""
+        return choice.schedule in MADE and choice.recompute is Recompute.NEVER
+
+    def _within(self, choice: TrainingChoice, memory: float, excess: float) -> TrainingChoice:
+        """The choice; a table that is searched for is made for what fits into `memory` bytes, and
+        for less if it needs `excess` bytes more."""
+        if not self._is_limited(choice):
+            return choice
+        fit, each = room(choice, self.problem.of_stages(choice), memory)
+        now = choice.memory or choice.pipeline
+        fit = min(fit, now - (max(excess / each, QUARTER) if excess else 0.0))
+        return choice._replace(memory=fit // QUARTER * QUARTER) if fit < now else choice
 
     def estimate(self, choice: TrainingChoice) -> Estimate:
         """Simulate it, once."""
@@ -90,16 +118,22 @@ class Enumeration:
                 heappush(queue, (max(self.seconds[choice], bound), number, choice))
                 continue
             # [3] It may win: simulate it, unless it cannot fit.
-            excess = 0.0
-            if self.bytes[choice] <= memory * SLACK:
+            excess, made = 0.0, self._within(choice, memory, 0.0)
+            if self.bytes[choice] <= memory * SLACK and made == choice:
                 found = self.estimate(choice)
                 if found.step <= fastest * SLACK and found.memory <= memory:
                     fitting.append(found)
                     fastest = min(fastest, found.step)
                 elif found.step <= fastest * SLACK:  # inputs that wait in buffers are too much
                     excess = found.memory - memory
-            # [4] Cut its layers anew: the new choice waits for its turn like any other.
-            if (new := self._cut_anew(choice, memory, excess, cuts)) and allowed(new):
+                    made = self._within(choice, memory, excess)
+            # [4] For less memory, or with its layers cut anew, the new choice waits for its turn
+            # like any other.
+            news = [made] if made != choice and (made.memory or 0.0) >= 1 else []
+            if not choice.memory and (new := self._cut_anew(choice, memory, excess, cuts)):
+                news.append(new)
+            for new in filter(allowed, news):
+                self._add(new, choice)
                 heappush(queue, (self.seconds[new], next(order), new))
         close = [found for found in fitting if found.step <= fastest * SLACK]
         return min(close, key=lambda found: found.memory, default=None)
@@ -124,8 +158,7 @@ class Enumeration:
         for new in tries:
             if new and new not in known:
                 known.append(new)
-                self._bound(new)
-                self.least.setdefault(new, self.least[choice])
+                self._add(new, choice)
                 return new
         return None
 
@@ -144,6 +177,8 @@ class Enumeration:
                 heappush(queue, (max(self.bytes[choice], bound), number, choice))
                 continue
             for cut in (choice, self.smallest_cut(choice._replace(balance=()))):
+                if self._is_limited(cut):
+                    cut = cut._replace(memory=1.0)
                 found = self.estimate(cut)
                 if not best or found.memory < best.memory:
                     best = found

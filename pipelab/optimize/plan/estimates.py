@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from pipelab.optimize.bounds import Bound, gap_of_longer
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, PAIRED, Problem, TrainingChoice
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, MADE, PAIRED, Problem, TrainingChoice
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
 from pipelab.predict.costs import Costs, Recompute
@@ -83,8 +83,8 @@ class Estimate:
             "imbalance": of_devices(choice, plain).max(),
             "recompute": of_devices(choice, again).max(),
             "overhead": of_devices(choice, work(choice, sizes)).max(),
-            "bubble": steady_seconds(choice, no_links),
-            "transfer": steady_seconds(choice, replace(costs, update=0.0)),
+            "bubble": steady_seconds(choice, no_links, costs),
+            "transfer": steady_seconds(choice, replace(costs, update=0.0), costs),
             "all-reduce": self.step,
         }
         # Each total counts one more cause than the one before it.
@@ -99,7 +99,10 @@ class Estimate:
 
 def estimate(problem: Problem, choice: TrainingChoice) -> Estimate:
     """Simulate it."""
-    return Estimate(problem, choice, steady_seconds(choice, problem.costs(choice)))
+    found = Estimate(problem, choice, steady_seconds(choice, problem.costs(choice)))
+    if choice.schedule in MADE:
+        _ = found.memory  # while its table is at hand
+    return found
 
 
 def table_for(choice: TrainingChoice, costs: Costs, whole: bool = True) -> Schedule:
@@ -110,19 +113,26 @@ def table_for(choice: TrainingChoice, costs: Costs, whole: bool = True) -> Sched
     name, p, m = choice.schedule, choice.pipeline, choice.microbatches
     batches = 4 * _spell(choice) if name in ASYNCHRONOUS else 1
     m = m if whole or choice.longest > 1 else shorter(name, p, m)
-    sizes = {"virtual": choice.virtual, "longest": choice.longest, "slices": choice.slices}
-    return table_of(name, p, m, batches=batches, costs=costs, **sizes)
+    return table_of(name, p, m, batches=batches, costs=costs, **_sizes(choice))
 
 
-def steady_seconds(choice: TrainingChoice, costs: Costs) -> float:
+def _sizes(choice: TrainingChoice) -> dict[str, Any]:
+    names = ("virtual", "longest", "slices", "memory")
+    return {name: getattr(choice, name) for name in names}
+
+
+def steady_seconds(choice: TrainingChoice, costs: Costs, planned: Costs | None = None) -> float:
     """The work of a batch: all actions; without a flush, the inner spells on the slowest device.
+    A table that is searched for is the one for the `planned` costs, by default these.
 
     If slow links set the pace, it differs from batch to batch: a long run takes up to 2 % more or
     less (150 random pipelines).
     """
+    if choice.schedule in MADE:
+        return max(ends_of(table_for(choice, planned or costs), costs))
     if choice.schedule not in ASYNCHRONOUS:
-        sizes = {"virtual": choice.virtual, "longest": choice.longest, "slices": choice.slices}
-        return makespan(choice.schedule, choice.pipeline, choice.microbatches, costs, **sizes)
+        p, m = choice.pipeline, choice.microbatches
+        return makespan(choice.schedule, p, m, costs, **_sizes(choice))
     schedule = table_for(choice, costs)
     ends = ends_of(schedule, costs)
     spell = _spell(choice) * choice.microbatches

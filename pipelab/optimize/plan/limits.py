@@ -4,6 +4,7 @@ The search skips what these rule out, and simulates the rest. Costs are those of
 `Problem.sizes`: a choice's own, or all that layers can be cut into (`cuts`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import takewhile
@@ -102,6 +103,15 @@ def least_of_any_cut(choice: TrainingChoice, whole: Sizes) -> tuple[float, float
     # At the end of the batch there are all gradients, and before the first backward no gradient.
     size = whole["optimizer"] + whole["weights"] + max(whole["weights"], in_flight * kept)
     return float(work(choice, whole)) / choice.pipeline, size / choice.pipeline
+
+
+def room(choice: TrainingChoice, sizes: Sizes, memory: float) -> tuple[float, float]:
+    """How many micro-batches' activations fit into `memory` bytes, beside weights, gradients and
+    the optimizer's state, on the device where the most do; and the bytes of one, of any device."""
+    beside = of_devices(choice, sizes["optimizer"] + 2 * sizes["weights"])
+    each = of_devices(choice, sizes["activations"])
+    fit = np.divide(memory - beside, each, out=np.full_like(each, math.inf), where=each > 0)
+    return float(fit.max()), float(each.max())
 
 
 def held(

@@ -23,7 +23,14 @@ IN_ROUNDS = ("pipedream_flush", "interleaved", "overlapped_1f1b", "zb_h1", "zb_h
 
 
 def makespan(
-    name: str, p: int, m: int, costs: Costs, virtual: int = 1, longest: int = 1, slices: int = 1
+    name: str,
+    p: int,
+    m: int,
+    costs: Costs,
+    virtual: int = 1,
+    longest: int = 1,
+    slices: int = 1,
+    memory: float | None = None,
 ) -> float:
     """Seconds of one batch of a schedule with a flush, including its updates and the overhead of
     its first action; equal to the whole simulation's up to rounding.
@@ -35,7 +42,7 @@ def makespan(
     while True:
         short = shorter(name, p, m, rounds) if longest == 1 else m
         sizes = {"virtual": virtual, "longest": longest, "slices": slices}
-        table = table_of(name, p, short, costs=costs, **sizes)
+        table = table_of(name, p, short, costs=costs, memory=memory, **sizes)
         ends = ends_of(table, costs)
         more = (m - short) // p  # rounds that the whole table has
         if not more:
@@ -60,28 +67,29 @@ def table_of(
     longest: int,
     slices: int = 1,
     batches: int = 1,
+    memory: float | None = None,
     costs: Costs,
 ) -> Schedule:
     """The table of a plan; if its schedule depends on costs, the one for these. All slices of a
     sequence take equally long."""
     sizes: dict[str, Any] = {"virtual": virtual if takes(name, "virtual") else 1}
     sizes |= {"longest": longest, "slices": slices if takes(name, "slices") else None}
-    table = _table(
-        name, p, m, batches=batches, costs=costs if takes(name, "costs") else None, **sizes
-    )
+    if takes(name, "costs"):
+        return _searched(name, p, m, batches=batches, costs=costs, memory=memory, **sizes)
+    table = _table(name, p, m, batches=batches, **sizes)
     if slices > 1:
         return replace(table, slices=costs.even_slices(slices))
     paired = name == "dualpipe_v" and costs.together is not None
     return _in_pairs(table) if paired else table
 
 
-_in_pairs = lru_cache(maxsize=32)(Schedule.overlap)
-
-
-# Many choices differ in their costs alone; of one that is searched for, time and memory are asked.
-@lru_cache(maxsize=32)
-def _table(name: str, p: int, m: int, **sizes: Any) -> Schedule:
+def _make(name: str, p: int, m: int, **sizes: Any) -> Schedule:
     return make(name, p, m, **sizes)
+
+
+# Many choices differ in their costs alone; of one that is searched for, much is asked.
+_table, _searched = lru_cache(maxsize=32)(_make), lru_cache(maxsize=64)(_make)
+_in_pairs = lru_cache(maxsize=32)(Schedule.overlap)
 
 
 def ends_of(table: Schedule, costs: Costs) -> list[float]:
