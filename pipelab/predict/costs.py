@@ -96,7 +96,8 @@ class Costs:
         weight_grad: seconds
         transfer: seconds of latency between stages on different devices, one number or one per link
             (stages - 1; both directions); it overlaps with compute
-        update: seconds of one optimizer step
+        update: seconds of one optimizer step; of a stage with two copies, with the sum of their
+            gradients
         overhead: one number: seconds that every action loses before it starts (its launch),
             whatever its size
         bandwidth: bytes per second of every link; a transfer takes transfer + boundary / bandwidth

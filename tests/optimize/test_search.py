@@ -184,6 +184,17 @@ def test_never_slower_than_a_named_schedule_that_fits(shape, memory, split):
     assert split or not {Kind.I, Kind.W} & found.kinds
 
 
+@pytest.mark.parametrize(("p", "waves"), [(2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (8, 2)])
+def test_hanayos_waves(p, waves):
+    """Down and up the devices, again and again (arXiv 2308.15762), a micro-batch for each device:
+    the bubble shrinks with the waves, and no order has a smaller one."""
+    placement = [*range(p), *reversed(range(p))] * waves
+    costs = Costs(*[1 / (2 * waves)] * 3)
+    found = search(costs, p, p, placement=placement, split=False, seconds=0)
+    assert found.proof.makespan == pytest.approx(3 * p + 2 * (p - 1) / waves)
+    assert found.proof.makespan == pytest.approx(found.proof.bound)
+
+
 def test_uneven_stages_are_solved_and_beat_every_named_schedule():
     found = search(UNEVEN, 4, 8, memory=4, seconds=5, workers=1)
     assert found.proof.status == "optimal"

@@ -274,6 +274,7 @@ def test_more_batches_are_the_same_batch_again(case):
         (("InterleavedZeroBubble", 4, 8), "did you mean zb_interleaved"),
         (("ZB-H2", 4, 8), "did you mean zb_h2. "),
         (("inference", 4, 8), "'inference': Every schedule's forwards run alone by pipelab.eval"),
+        (("Hanayo", 4, 8), "'Hanayo': Its waves are a placement of a search"),
         (("nope", 4, 8), "'nope': There are chimera"),
         ((None, 4, 8), "unknown schedule None"),
         (("gpipe", -1, 8), "devices=-1: give a whole number of at least 1"),
