@@ -44,8 +44,8 @@ NOTES = {
         ("pipelineschedulesingle", "pipelineschedulemulti", "pipelinescheduleruntime"),
         "That class runs any table: give a CSV file",
     ),
-    "hanayo": "Its waves are a placement of a search, such as pipelab.optimize.order.search(Costs(), 2, "
-    "2, placement=[0, 1, 1, 0] * waves, split=False)",
+    "hanayo": "Its waves are a placement of a search, such as pipelab.optimize.order.search("
+    "Costs(), 2, 2, placement=[0, 1, 1, 0] * waves, split=False)",
     "inference": "Every schedule's forwards run alone by pipelab.evaluate",
     "slimpipe": "Its order; devices do not share attention, which Costs(attention=0) simulates",
     "zerobubble": "The plainest: zb and zb_v are made for your costs and memory",
