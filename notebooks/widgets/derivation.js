@@ -11,10 +11,10 @@ function render({ model, el }) {
   const slider = html("input", { type: "range", min: 0, max: steps.length - 1, value: 0, ariaLabel: "step" });
   const button = (textContent, ariaLabel, by) => html("button", { type: "button", textContent, ariaLabel, onclick: () => go(now + by) });
   const bar = html("div", { className: "bar" }, button("‹", "back", -1), slider, button("›", "forward", 1), count);
-  const legend = html("div", { className: "bar" }, html("span", { className: "legend" }, ...legendOf(drawing)));
+  const legend = html("span", { className: "legend" });
   const root = html("div", { className: "pipelab-explorer pipelab-derivation" },
     html("div", { className: "title", role: "heading", ariaLevel: 3, innerHTML: title }), terms,
-    html("div", { className: "sentences" }, ...room, sentence), picture, bar, legend);
+    html("div", { className: "sentences" }, ...room, sentence), picture, bar, html("div", { className: "bar" }, legend));
   for (const node of bar.children) node.setAttribute("data-lm-suppress-shortcuts", ""); // keys typed here are not the notebook's commands
   el.append(root);
   let now = 0;
@@ -42,13 +42,14 @@ function render({ model, el }) {
   }
 
   function show() {
-    const { says, terms: read, timeline, boxes: some, gaps } = steps[now], { name, summary } = drawing.timelines[timeline];
+    const { says, terms: read, timeline, boxes: some, gaps } = steps[now], { name, summary, lighter } = drawing.timelines[timeline];
     const each = (selector, react) => root.querySelectorAll(selector).forEach(react);
     each(".lanes", (node, k) => (node.classList.toggle("seen", k === timeline), node.classList.toggle("faint", some.length + gaps.length > 0)));
     each(".lit", (node, k) => node.classList.toggle("seen", k === now));
     each("[data-term]", (node) => node.classList.toggle("read", read.includes(node.dataset.term)));
     if (sentence.innerHTML !== says) sentence.innerHTML = says;
     svg.setAttribute("aria-label", `${name}: ${summary}`);
+    legend.replaceChildren(...legendOf({ ...drawing, lighter }));
     count.textContent = `${now + 1} of ${steps.length}: ${name}`;
     slider.value = now;
   }

@@ -87,8 +87,8 @@ class Derivation(anywidget.AnyWidget):
         self.title, self.formula, self.steps = title, formula, steps
         names, on = [*timelines], next(iter(timelines))
         drawing, told = boxes([*timelines.values()]), []
-        for name, drawn in zip(names, drawing["timelines"], strict=True):
-            drawn["name"] = name
+        for (name, t), drawn in zip(timelines.items(), drawing["timelines"], strict=True):
+            drawn |= {"name": name, "lighter": palette.lighter([t])}
         self.on: list[Timeline] = []  # of each step
         self.boxes: list[list[int]] = []  # the numbers of those lit
         self.gaps: list[list[Gap]] = []
