@@ -508,6 +508,7 @@ SIZES = "--layers 4 --hidden 64 --heads 4 --sequence 32 --vocabulary 100 --machi
         ),
         ("--hbm nan", "hbm=nan of A100-80GB: give a number above 0"),
         ("--narrow -1", "narrow=-1.0 of A100-80GB: give a number above 0"),
+        ("--latency inf", "latency=inf of A100-80GB: give a finite number"),
         ("--optimizer nan", "optimizer=nan: give bytes per byte of weights, at least 0"),
         ("--slow 0.5", "slow=0.5: give a number of at least 1"),
         ("--jitter nan", "jitter=nan: give a number of at least 0"),

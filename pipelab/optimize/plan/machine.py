@@ -50,6 +50,8 @@ class Machine:
                 value > 0 or (value == 0 and name in MAY_BE_ZERO)
             ):
                 raise ValueError(f"{name}={value} of {self.name}: give a number above 0")
+            if value == math.inf and name in MAY_BE_ZERO:
+                raise ValueError(f"{name}=inf of {self.name}: give a finite number")
         if self.share > 1:
             raise ValueError(f"share={self.share} of {self.name}: give at most 1")
 
