@@ -202,8 +202,8 @@ def pipedream() -> FuncAnimation:
 
 @picture("pipedream_versions.png")
 def pipedream_versions() -> Axes:
-    """Which weight version each action of PipeDream reads: a backward reads the one of its
-    forward, up to three updates old.
+    """Which weight version each action of PipeDream reads: a backward reads the same version as
+    its forward, which may be three updates old.
     """
     t = simulate(make("pipedream", 4, 6))
     ax = plot.timeline(
@@ -224,7 +224,7 @@ def pipedream_versions() -> Axes:
 
 @picture("pipeline_flush.png")
 def pipeline_flush() -> Axes:
-    """Two batches of GPipe: every device waits nine units, while the pipeline fills, turns round
+    """Two batches of GPipe: every device waits nine units while the pipeline fills, turns round
     and drains.
     """
     t = simulate(make("gpipe", 4, 6, batches=2), Costs(update=0.5))

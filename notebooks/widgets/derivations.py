@@ -164,7 +164,7 @@ def versions(p: int = 4, m: int = 4) -> Derivation:
         ),
         Step(
             f"1F1B begins mini-batch b after backward b m - p = {before}. That is later, so two "
-            f"versions are enough. It stays so down to m = p - 1.",
+            f"versions are enough. They are enough down to m = p - 1.",
             "made begins",
             made | {f"0B{before}", f"0F{2 * m}"},
         ),
@@ -212,8 +212,8 @@ def factor(one: Schedule, two: Schedule) -> Derivation:
             {str(action) for action in two.rows[3][:4]},
         ),
         Step(
-            "From there each device runs two forwards more. The first covers its neighbour's work, "
-            "the second the transfers.",
+            "Each device before it runs two forwards more than the next one. The first covers that "
+            "neighbour's work, the second the transfers.",
             "factor ahead",
             {str(action) for d, row in enumerate(two.rows) for action in row[4 : 10 - 2 * d]},
         ),
@@ -264,7 +264,7 @@ def halves(on: Mapping[str, Timeline]) -> Derivation:
             cells([last], "FI", range(m)) | cells([last], "W", range(m - p)),
         ),
         Step(
-            f"The last gradient takes p - 1 more I. Meanwhile device {last} does W that are left.",
+            f"The last gradient takes p - 1 more I. Meanwhile device {last} does postponed W.",
             "back late",
             back | left,
         ),
