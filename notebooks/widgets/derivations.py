@@ -63,7 +63,7 @@ def bubble(name: str = "gpipe", p: int = 4, m: int = 8, v: int = 1) -> Derivatio
             lambda gap: gap.device == last and gap.start > 0,
         ),
         Step(
-            f"Every device loses as much time, {3 * last / v:g}: before, between or after its work.",
+            f"All devices lose as much time, {3 * last / v:g}: before, between or after their work.",
             "fill drain lost",
             idle=lambda gap: True,
         ),
