@@ -63,7 +63,7 @@ def bubble(name: str = "gpipe", p: int = 4, m: int = 8, v: int = 1) -> Derivatio
             lambda gap: gap.device == last and gap.start > 0,
         ),
         Step(
-            f"All devices lose as much time, {3 * last / v:g}: before, between or after their work.",
+            f"Each device loses as much time, {3 * last / v:g}: before, between or after its work.",
             "fill drain lost",
             idle=lambda gap: True,
         ),
