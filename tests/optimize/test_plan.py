@@ -645,7 +645,7 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
         (f"{SMALL} --machine A100-80GB --flops 0", "flops=0.0 of A100-80GB: give a number above"),
         (
             f"{SMALL} --machine A100-80GB --heads 3",
-            "heads=3 hidden=256: give a number of heads that divides it",
+            "heads=3 hidden=256: give heads that divide hidden",
         ),
         (
             f"{SMALL} --machine A100-80GB --share -1",

@@ -789,7 +789,7 @@ def assert_error(
         (dict(reduce="max"), "reduce='max': use 'mean' or 'sum'"),
         (
             dict(reduce="sum"),
-            "reduce='sum', but the loss is a mean over the batch: leave reduce out",
+            "reduce='sum', but the loss is a mean over the batch: omit reduce",
         ),
         (
             dict(stages=3),

@@ -47,10 +47,10 @@ def search(
     placement  "loop": around the devices, `virtual` stages each; "v": to the last device and back;
                or stage -> device
     split      whether backwards may be split into I and W; else they are whole
-    batches    all in the same order, as with any flush; the proof is of one
-    seconds    time limit of the solver, after the heuristics; 0: only heuristics, which do not need
-               OR-Tools
-    workers    threads of the solver (0: one per core). With one, its steps are the same every time
+    batches    all in the same order, as with any flush; the proof is for one
+    seconds    time limit; the solver gets what the heuristics leave of it. 0: only heuristics,
+               which do not need OR-Tools
+    workers    threads of the solver (0: one per core). With 1, its steps are the same every time
     progress   is called with the makespan and the bound whenever the solver improves one
 
     [1] Every named schedule of this placement that fits, and a list scheduler under many rules.
@@ -59,7 +59,8 @@ def search(
     The result is never slower than a named schedule that fits. Its `proof` has the bound: the
     larger one of `bound` and the solver's. Ctrl-C ends the search with the best so far.
     ScheduleError for invalid sizes, more than 200,000 actions, or memory below 1 micro-batch;
-    CostError for costs that do not fit; ImportError without OR-Tools.
+    CostError for costs that do not fit the stages, or with recomputation; ImportError without
+    OR-Tools.
 
     >>> found = search(Costs(), devices=2, microbatches=3, seconds=0)
     >>> print(found.grid())
@@ -75,7 +76,7 @@ def search(
     problem = OrderProblem(costs, home, microbatches, devices if memory is None else memory, split)
     _check_searchable(problem)
     if seconds > 0:
-        solver_library()  # or its error at once; its import does not count
+        solver_library()  # raise its error now, and keep its import out of the time
     best = _Best(problem)
     try:
         _search(best, seconds, workers, progress)
@@ -116,8 +117,8 @@ class _Best:
 
     def offer(self, schedule: Schedule, found_by: str) -> None:
         """Keep it if it fits and is faster."""
-        # Named schedules come whether they fit or not, and a fused draft may hold more than the one
-        # that it was made of.
+        # Named schedules are offered whether or not they fit, and a fused draft may hold more than
+        # the draft before.
         if self.problem.fits(schedule):
             makespan = self.problem.makespan(schedule)
             if makespan < self.makespan * (1 - 1e-12):
@@ -128,7 +129,7 @@ class _Best:
         assert self.schedule
         proof = Proof(
             makespan=self.makespan,
-            bound=min(self.bound, self.makespan),  # which rounding may have put above
+            bound=min(self.bound, self.makespan),  # rounding may have put it above
             memory=self.problem.memory,
             split=self.problem.split,
             seconds=time.perf_counter() - self.began,
@@ -142,7 +143,7 @@ class _Best:
 def _search(best: _Best, seconds: float, workers: int, progress: Progress | None) -> None:
     """Heuristics first, then the solver in the time that is left."""
     problem, ends = best.problem, best.began + seconds
-    # [1] The named schedules however long they take, then drafts until the time is over.
+    # [1] All named schedules, however long they take; then drafts until time runs out.
     for found_by, schedule in _heuristics(problem):
         best.offer(schedule, found_by)
         late = seconds and found_by == "greedy" and time.perf_counter() > ends
@@ -160,7 +161,7 @@ def _search(best: _Best, seconds: float, workers: int, progress: Progress | None
 
 
 def _heuristics(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
-    """Every named schedule, then the list scheduler's; what made it, and the table."""
+    """Every named schedule, then the list scheduler's tables, each with what made it."""
     yield from named_schedules(problem)
     by_rule = (greedy_order(each, rule) for each in problem.variants() for rule in every_rule(each))
     for draft in itertools.chain(by_rule, drafts(problem)):
@@ -176,19 +177,19 @@ def named_schedules(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
     virtual = problem.stages // p
     for name in SCHEDULES:
         sizes: dict[str, Any] = {"virtual": virtual} if takes(name, "virtual") else {}
-        if sizes and virtual == 1:  # another name for one that has one stage a device
+        if sizes and virtual == 1:  # then it is another name for a schedule with one stage a device
             continue
         memory = problem.memory if takes(name, "memory") else None
         try:
-            # Of one micro-batch first, as another placement would be made in vain.
+            # Try one micro-batch first: with another placement, the table would be made in vain.
             one = make(name, p, 1, **sizes)
             if one.placement != problem.placement or one.copies > 1:
                 continue
             schedule = make(name, p, m, costs=problem.costs, memory=memory, **sizes)
         except (ScheduleError, CostError):
             continue
-        # What updates within a batch trains something else, what offloads has more memory, and what
-        # overlaps computes two actions at once: their speed is no rival.
+        # Some are not comparable: those that update within a batch train something else, those that
+        # offload have more memory, and those that overlap compute two actions at once.
         of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST
         if schedule.overlapped or not of_one_batch:
             continue

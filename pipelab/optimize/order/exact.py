@@ -1,13 +1,13 @@
 """Exact search by constraint programming: OR-Tools' CP-SAT.
 
-An action is an interval; those of a device do not overlap. An action starts when its input has
-arrived, after the same action of the micro-batch before it. A device's activations are intervals,
-too, which add up to at most its memory. If whole backwards may pay, each one may be whole: its W
-then follows its I at once, and the gradient leaves after that.
+An action is an interval; a device's intervals do not overlap. An action starts after its input has
+arrived, and after the same action of the micro-batch before. Activations are intervals, too; those
+of a device add up to at most its memory. If whole backwards may pay, each one may be whole: its W
+then follows its I at once, and the gradient leaves after the W.
 
-Times are whole numbers of a unit; every second and byte is rounded *down*, so it allows all that a
-real table can do: the solver's bound, times the unit, is a bound for real tables. The order found
-is then simulated with the real costs.
+Times are whole numbers of a unit. All seconds and bytes are rounded *down*, so the model allows
+every real table: the solver's bound, times the unit, is a bound for real tables. The order found is
+then simulated with the real costs.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from pipelab.predict.simulate import simulate
 from pipelab.table.action import Action, Kind, insert_updates
 from pipelab.table.schedule import Schedule
 
-FINEST = 2**30  # units of a makespan where the seconds have no common divisor
+FINEST = 2**30  # units of a makespan if the seconds have no common divisor
 GRAIN = 10**9  # units of a micro-batch's activations
 
 
@@ -34,7 +34,7 @@ def common_unit(seconds: Iterable[float], longest: float) -> float:
     >>> common_unit([18.522, 9.3, 0.6], 1000.0)
     0.006
     """
-    # By their shortest decimals: as binary fractions 0.1 and 0.3 have no divisor of use.
+    # Use their shortest decimals: as binary fractions, 0.1 and 0.3 have no useful divisor.
     parts = [Fraction(repr(x)) for x in set(map(float, seconds)) if x]
     if not parts:
         return 1.0
@@ -78,8 +78,8 @@ class SolverModel:
         }
         parts = zip(self.length[Kind.I], self.length[Kind.W], strict=True)
         self.length[Kind.B] = [i + w - self.overhead for i, w in parts]
-        # [2] What every table keeps to. The known one is where the solver begins, and its end is
-        # the latest that anything may end.
+        # [2] Constraints on every table. The solver begins with the known one, whose end is the
+        # latest allowed.
         self.model = self.cp.CpModel()
         self.starts: dict[Any, Any] = {}
         self.ends: dict[Any, Any] = {}
@@ -90,8 +90,8 @@ class SolverModel:
         self._inputs()
         if problem.memory < math.inf:
             self._memory()
-        # [3] What is to be small: the last end, after the device's updates.
-        # A hair less: a bound of rounded sums must not exclude the table that reaches it.
+        # [3] The objective: the last end, after the device's updates.
+        # The bound is a hair less: rounded sums must not exclude the table that reaches it.
         least_units = math.floor((least + overhead) / self.unit * (1 - 1e-12))
         self.makespan = self.model.new_int_var(least_units, self.horizon, "makespan")
         for stages in problem.stages_of:
@@ -102,7 +102,7 @@ class SolverModel:
         self.model.minimize(self.makespan)
 
     def _units(self, seconds: float) -> int:
-        """Rounded down, but for what is a whole number within a float's precision."""
+        """Rounded down, unless it is a whole number within a float's precision."""
         units = seconds / self.unit
         near = round(units)
         return near if abs(units - near) <= 1e-12 * max(units, 1) else math.floor(units)
@@ -111,7 +111,7 @@ class SolverModel:
         """When each action of the known table starts, a whole backward as I, then W; and when the
         last one ends."""
         timeline = simulate(known, self.problem.costs)
-        # Lengths are rounded down, so starts that are rounded down, too, are possible.
+        # Lengths are rounded down, so starts can be rounded down, too.
         moments = (self._units(x - self.problem.costs.overhead) for x in timeline.start)
         starts = dict(zip(known.actions, moments, strict=True))
         if self.problem.split:
@@ -122,7 +122,7 @@ class SolverModel:
         return starts, self._units(max(timeline.end))
 
     def _device(self, stages: list[int], hint: dict[Action, int]) -> None:
-        """An interval for each action; none overlap; micro-batches in their order."""
+        """An interval for each action: none overlap, and micro-batches keep their order."""
         problem, model, intervals = self.problem, self.model, []
         for s, kind, k in itertools.product(stages, problem.kinds, range(problem.microbatches)):
             a, length, condition = Action(s, kind, k), self.length[kind][s], None
@@ -132,14 +132,14 @@ class SolverModel:
             start = model.new_int_var(0, self.horizon, str(a))
             end: Any = start + length
             if kind is Kind.W and problem.whole_may_pay:
-                # Of a whole backward it goes on from its I: no overhead, and no earlier W before.
+                # In a whole backward, W continues its I: no overhead, no wait for an earlier W.
                 length = length - self.overhead * self.whole[s, k]
                 end = model.new_int_var(0, self.horizon, "")
                 condition = ~self.whole[s, k]
             self.starts[a], self.ends[a] = start, end
             intervals.append(model.new_interval_var(start, length, end, str(a)))
             model.add_hint(start, hint[a])
-            if k:  # in their order, which loses nothing: see `problem`
+            if k:  # keeping their order loses nothing: see `problem`
                 self._after(a, a._replace(microbatch=k - 1), condition)
         model.add_no_overlap(intervals)
 
@@ -169,9 +169,10 @@ class SolverModel:
             rule.only_enforce_if(condition)
 
     def _memory(self) -> None:
-        """Limit a device's memory: of each stage and micro-batch from F to I, and from I to W."""
+        """Limit what a device holds for each stage and micro-batch, from F to I and from I to W."""
         problem, m = self.problem, self.problem.microbatches
-        room = math.floor(problem.memory * GRAIN) + 1  # up, what is held down: no table is lost
+        # Rounded up, and what is held down: no table is lost.
+        room = math.floor(problem.memory * GRAIN) + 1
         first, last = problem.kinds[1], problem.kinds[-1]
         for stages in problem.stages_of:
             held, sizes = [], []
@@ -179,7 +180,7 @@ class SolverModel:
                 taken = math.floor(problem.change[Kind.F][s] * GRAIN)
                 late = math.floor(-problem.change[Kind.W][s] * GRAIN)
                 if len(stages) == 1 and not self.whole and (last is first or late == taken):
-                    # All hold the same, one after the other: only so many at a time.
+                    # All hold the same, in order: only so many fit at a time.
                     if k >= room // taken:
                         self._after(Action(s, Kind.F, k), Action(s, last, k - room // taken))
                     continue
@@ -211,7 +212,7 @@ class SolverModel:
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = workers
         solver.parameters.random_seed = 0
-        # Else it would take Ctrl-C for itself, and Python would not see it.
+        # Otherwise the solver would catch Ctrl-C, and Python would not see it.
         solver.parameters.catch_sigint_signal = False
 
         watcher = _watcher(cp, self._seconds, progress) if progress else None
@@ -240,7 +241,7 @@ class SolverModel:
         rows = []
         for stages in problem.stages_of:
             row = [a for a in at if a.stage in stages]
-            # at one moment, what takes no time comes first
+            # of those that start at one moment, what takes no time comes first
             row.sort(key=lambda a: (at[a], ends[a], a.microbatch, _step(a)))
             rows.append([*_join(row, whole)])
         updated = insert_updates(rows, problem.microbatches)
@@ -248,8 +249,8 @@ class SolverModel:
 
 
 def _step(action: Action) -> tuple[bool, int, int]:
-    """Where it stands on its micro-batch's way, for those that take no time: they may all be at one
-    moment. Micro-batch by micro-batch, what gives memory back comes before what takes it."""
+    """An action's place on its micro-batch's way, for actions that take no time: all may be at one
+    moment. One micro-batch after another, memory is freed before more is taken."""
     back = action.kind is not Kind.F
     return back, -action.stage if back else action.stage, action.kind
 

@@ -1,7 +1,7 @@
 """A list scheduler: whenever a device is free, it starts its most urgent possible action.
 
-A rule says what is urgent. Or the order of F and I is given, and W goes into gaps, or where a
-forward needs the memory (`refilled`).
+A rule says what is urgent; or the order of F and I is given, and each W goes into a gap, or to
+where a forward needs the memory (`refilled`).
 """
 
 import itertools
@@ -20,7 +20,7 @@ from pipelab.table.schedule import Schedule
 
 PROMISING = 1.05  # times the shortest span: drafts up to that are refined
 
-Cell = tuple[int, Kind]  # an action but for its micro-batch
+Cell = tuple[int, Kind]  # an action without its micro-batch
 Rows = Sequence[Sequence[Cell]]  # of the devices
 
 
@@ -44,10 +44,10 @@ class Rule(NamedTuple):
 class GreedyOrder:
     """A draft: an order of the actions that the list scheduler has found.
 
-    rows  of a device: stages and kinds
-    idle  of a device: seconds without work since its first action
-    span  seconds, of the device with the longest time from first start to last end; inf if swaps
-          led to a deadlock
+    rows  per device, stages and kinds
+    idle  per device, seconds without work since its first action
+    span  the most seconds from a device's first start to its last end; inf if swaps led to a
+          deadlock
     """
 
     problem: OrderProblem
@@ -69,9 +69,8 @@ def greedy_order(
 ) -> GreedyOrder:
     """The order in which devices start the actions, by a rule.
 
-    given      of a device, its F and I in their order, of which it may start one of the next
-               `window`
-    allowance  seconds that a device may wait though others have waited less
+    given      per device, its F and I in order; it may start any of the next `window`
+    allowance  per device, seconds that it may wait even if others have waited less
     """
     devices = []
     for number, stages in enumerate(problem.stages_of):
@@ -82,8 +81,8 @@ def greedy_order(
 
 
 def _by_rule(rule: Rule, stages: Sequence[int]) -> list[Cell]:
-    """A device's actions, the most urgent first. Its oldest micro-batch is in its last stage on the
-    way there, and in its first one on the way back."""
+    """A device's actions, the most urgent first. Its oldest micro-batch is in its last stage if it
+    goes forward, and in its first one if it comes back."""
     orders = {kind: reversed(stages) if kind is Kind.F else stages for kind in rule.order}
     return [(stage, kind) for kind, order in orders.items() for stage in order]
 
@@ -94,8 +93,8 @@ class _Device:
 
     stages     its own
     urgent     its actions, the most urgent first
-    given      of its F and I those still to come, where their order is given
-    allowance  seconds that it may wait though others have waited less
+    given      its F and I still to come, if their order is given
+    allowance  seconds that it may wait even if others have waited less
     row        what it has started
     begin      seconds: the start of its first action
     free       seconds: the end of its last action
@@ -116,9 +115,9 @@ class _Device:
 
 
 class _ListScheduler:
-    """The devices, and what is done and on its way between them.
+    """The devices, and what is done or on its way between them.
 
-    inputs  kind -> of each stage, when the inputs of its next actions are there, as far as known
+    inputs  kind -> per stage, when the inputs of its next actions arrive, as far as known
     events  when to look at which device
     """
 
@@ -136,7 +135,7 @@ class _ListScheduler:
         self.most_ahead = self._in_time()
 
     def run(self) -> GreedyOrder:
-        """Until nothing is left to come: at each event, its device looks around."""
+        """Until no event is left: at each one, its device starts what it can."""
         while self.events:
             now, number = heappop(self.events)
             if self.devices[number].free <= now:
@@ -154,15 +153,15 @@ class _ListScheduler:
         for stage, forward in reversed([*enumerate(problem.seconds[Kind.F])]):
             share = self.rule.ahead
             if share < math.inf and forward:
-                # `later` is the way from here to the last stage and back: so many more forwards fit
-                # into it.
+                # `later` is the time from here to the last stage and back: later / forward more
+                # forwards fit into it.
                 share = max(1, math.floor(share * (1 + later / forward)))
             found.append(share)
             later += forward + back[stage] + 2 * problem.delay[stage - 1] if stage else 0.0
         return found[::-1]
 
     def _most_urgent(self, device: _Device) -> list[Cell]:
-        """By the rule; or of a given order the next F and I, then the W whose I was first."""
+        """By the rule; or, in a given order, the next F and I, then the W whose I was first."""
         if device.given is None:
             return device.urgent
         waiting = [(self.inputs[Kind.W][s], s) for s in device.stages]
@@ -190,16 +189,16 @@ class _ListScheduler:
         seconds, patience = self.problem.seconds[kind][stage], self.rule.patience
         if patience is not None:
             return now + patience * seconds > arrival
-        # It may wait as long as another one has: the span is that of the slowest anyway.
+        # It may wait as long as any other device has: the slowest decides the span anyway.
         most = max(device.allowance, *(other.idle for other in self.devices))
         return now + seconds > arrival and device.idle + arrival - now <= most
 
     def _has_room(self, device: _Device, stage: int) -> bool:
-        """Whether every micro-batch here can still come to its end after this forward.
+        """Whether every micro-batch here can still finish after this forward.
 
-        Those that have been in all of the device's stages can: they give back what they hold. Of
-        the others the oldest one needs room for the rest of its forwards; then that is free for the
-        next one (the banker's algorithm).
+        Those that have been in all of the device's stages can, and free what they hold. The oldest
+        of the others needs room for the rest of its forwards; once it finishes, the next one can
+        have that room (the banker's algorithm).
         """
         size, done = self.change[Kind.F], self.done
         limit = self.problem.memory * (1 + SLACK)
@@ -225,12 +224,12 @@ class _ListScheduler:
         device.free = end = now + problem.seconds[kind][stage]
         self.done[kind][stage] += 1
         self.inputs[kind][stage].popleft()
-        # When it is free again, and at every arrival: nothing else can let a device start
-        # something.
+        # Look when it is free again, and at every arrival: nothing else lets a device start an
+        # action.
         heappush(self.events, (end, device.number))
         if device.given and kind is not Kind.W:  # W has no place in a given order
             device.given.remove((stage, kind))
-        # What takes its output, and W, which follows I.
+        # Its output arrives where it is needed; a W may follow its I at once.
         if kind is Kind.F and stage + 1 < problem.stages:
             self._arrives(Kind.F, stage + 1, end + problem.delay[stage])
         elif kind is Kind.F:
@@ -306,8 +305,8 @@ def refined(problem: OrderProblem, draft: GreedyOrder) -> GreedyOrder:
 def refilled(problem: OrderProblem, rows: Rows, window: int) -> GreedyOrder:
     """The draft with the F and I of these rows in their order, and W placed anew.
 
-    A device may wait as long as the one that waits most. A first try shows which one that is; tries
-    continue while that helps.
+    A device may wait as long as the one that waits most. A first try shows how long that is; more
+    tries follow while they help.
     """
     given = [[cell for cell in row if cell[1] is not Kind.W] for row in rows]
     rule, best = Rule(patience=None), None
@@ -317,7 +316,7 @@ def refilled(problem: OrderProblem, rows: Rows, window: int) -> GreedyOrder:
         if best and draft.span >= best.span * (1 - SLACK):
             return best
         best, longest = draft, max(draft.idle)
-        # What each could have waited longer without being the slowest.
+        # How much longer each could have waited without becoming the slowest.
         allowance = [longest - idle for idle in draft.idle]
 
 

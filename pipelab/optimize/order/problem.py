@@ -30,7 +30,7 @@ PLACEMENTS = ("loop", "v")
 
 
 def as_placement(placement: str | Sequence[int], devices: int, virtual: int = 1) -> tuple[int, ...]:
-    """The placement named "loop" or "v", or this one, stage -> device; ScheduleError for another.
+    """The placement named "loop" or "v", or the given one (stage -> device), after checking it.
 
     >>> as_placement("loop", 3), as_placement("v", 3)
     ((0, 1, 2), (0, 1, 2, 2, 1, 0))
@@ -43,7 +43,7 @@ def as_placement(placement: str | Sequence[int], devices: int, virtual: int = 1)
     if placement == "loop":
         return loop_placement(devices, virtual)
     if virtual > 2:
-        raise ScheduleError(f"virtual={virtual}: a v has two stages per device")
+        raise ScheduleError(f"virtual={virtual}: a v has two stages per device; omit virtual")
     return v_placement(devices)
 
 
@@ -64,7 +64,7 @@ class OrderProblem:
     def __post_init__(self) -> None:
         check_type(Costs, costs=self.costs)
         check_type(Real, memory=self.memory)
-        object.__setattr__(self, "memory", float(self.memory))  # as Python's: a proof is JSON
+        object.__setattr__(self, "memory", float(self.memory))  # Python's own: a proof becomes JSON
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
@@ -91,7 +91,7 @@ class OrderProblem:
 
     @cached_property
     def compute(self) -> dict[Kind, list[float]]:
-        """Kind -> of each stage, the seconds of an action."""
+        """Kind -> per stage, the seconds of an action."""
         recomputed = self.costs.recompute is not Recompute.NEVER
         return compute_seconds(self.costs, self.placement, recomputed)
 
@@ -113,12 +113,12 @@ class OrderProblem:
 
     @cached_property
     def change(self) -> Changes:
-        """Kind -> of each stage, micro-batches of memory that an action takes or frees."""
+        """Kind -> per stage, memory in micro-batches that an action takes, or frees if negative."""
         return changes(self.costs, self.placement)
 
     @cached_property
     def least_memory(self) -> float:
-        """The memory that a micro-batch needs on a device with split backwards."""
+        """The most memory that one micro-batch needs on a device with split backwards."""
         # between I and W it may hold more than its activations
         needs = [max(f, -w) for f, w in zip(self.change[Kind.F], self.change[Kind.W], strict=True)]
         return max(sum(needs[s] for s in stages) for stages in self.stages_of)

@@ -1,13 +1,13 @@
 """Zero-bubble schedules made for costs and a memory limit (Qi et al. 2023, arXiv 2401.10241).
 
-Between ZB-H1 (3 micro-batches fit) and ZB-H2 (5), p = 3, m = 5, 4 fit:
+Between ZB-H1 (3 micro-batches fit) and ZB-H2 (5 fit): p = 3, m = 5, and 4 fit.
 
 0F0 0F1 0F2 0F3 .   0I0 0W0 0I1 0F4 0I2 0W1 0I3 0W2 0W3 0I4 0W4 0U0 .
 .   1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1F4 1I3 1W1 1W2 1I4 1W3 1W4 1U0 .
 .   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2F4 2I4 2W1 2W2 2W3 2W4 2U0
 
-ZB-V (section 6), p = 2, m = 3, F = I = W: from its first forward on no device waits. Device 0 holds
-stages 0 and 3, device 1 stages 1 and 2; the last stage's backward begins where the first stage is.
+ZB-V (section 6), p = 2, m = 3, F = I = W: after its first forward, no device waits. Device 0 holds
+stages 0 and 3, device 1 stages 1 and 2; so the first and the last stage are on one device.
 
 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 0U0 3U0 .
 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 1U0 2U0
@@ -38,7 +38,7 @@ def zb(
     costs: Costs | None = None,
     memory: float | None = None,
 ) -> Schedule:
-    """One stage a device: the table, of many tried, with the shortest longest device span.
+    """One stage a device: of many tables tried, the one whose longest device span is shortest.
 
     costs   of its stages, in seconds; activations and weight_activations (bytes) give the share of
             an activation kept from I to W; without bytes, all of it
@@ -92,13 +92,12 @@ def _fastest(
 
     def span(table: Schedule) -> tuple[float, float, int]:
         timeline = simulate(table, problem.costs)
-        # A device's span is what the next batch waits for; then what is equally fast for fewer
-        # activations.
+        # The next batch waits for the longest span; among equals, fewer activations are better.
         return timeline.span, timeline.makespan, max(timeline.peak_in_flight)
 
     # [1] The fixed orders, and ahead of them the list scheduler's: `min` keeps the first of equals.
     tables = [make(order, devices, microbatches) for order in fixed]
-    # With less it could not start a forward.
+    # With less memory it could not start a forward.
     if limit >= 1:
         tables.insert(0, min(drafts(problem), key=lambda draft: draft.span).table)
     # [2] The fastest that fits.

@@ -21,8 +21,8 @@ from pipelab.runtime.bar import Bar
 class RunnerUp(NamedTuple):
     """The best plan with one decision changed, such as the schedule, or with more memory.
 
-    cause  why it loses most: memory, or a part of the step
-    why    the same with numbers
+    cause  the main reason why it loses: memory, or a part of the step
+    why    the reasons with numbers
     """
 
     decision: str
@@ -36,7 +36,7 @@ class Answer:
     """The best plan that fits and the runners-up, the fastest first.
 
     choices    how many there were
-    simulated  those that no bound could rule out
+    simulated  how many of them no bound could rule out
     """
 
     problem: Problem
@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def rate(self) -> float:
-        """FLOP/s per device, with the scores that attention computes, without recomputation; 0 for
+        """FLOP/s per device, without recomputation; of attention, only computed scores count. 0 for
         a measured profile."""
         problem = self.problem
         if not isinstance(problem.model, Transformer):
@@ -82,7 +82,7 @@ class Answer:
         return flops / self.best.step / problem.devices
 
     def _model_lines(self) -> list[str]:
-        """What the seconds rest on; those of a measured profile are its own."""
+        """What the seconds rest on; nothing for a measured profile, whose seconds are its own."""
         model, machine = self.problem.model, self.problem.machine
         if not isinstance(model, Transformer):
             return []
@@ -134,7 +134,7 @@ def stage_names(profile: Profile, balance: Sequence[int]) -> str:
 
 
 def techniques(problem: Problem) -> str:
-    """A line that says which techniques are on, and which are off."""
+    """A line on which techniques are on, and which are off."""
     used = {f"ZeRO-{problem.zero or 1}": problem.zero, "overlap of all-reduces": problem.overlap}
     if isinstance(problem.model, Transformer) and problem.model.experts > 1:
         used["pairs that hide messages to experts"] = problem.pairs
@@ -174,7 +174,7 @@ def _find(search: Enumeration, bar: Bar) -> Answer:
             "use more devices, devices with more memory, or tensor parallelism (tensor)"
         )
     others: dict[TrainingChoice, RunnerUp] = {}
-    # The best of those that decide one thing otherwise: that fits, or else that would be fastest.
+    # Per decision, the best plan with another choice: the fastest that fits, or else of all.
     decisions = [*_decisions(search, best.choice)]
     bar.phase(bar.text, len(decisions))
     for decision, allowed in decisions:
@@ -184,7 +184,7 @@ def _find(search: Enumeration, bar: Bar) -> Answer:
             others.setdefault(other.choice, _runner_up(decision, other, best, limit))
     bar.step()
     fastest = search.best(math.inf)
-    # What more memory would be worth.
+    # How much more memory would gain.
     if fastest and fastest.step * SLACK < best.step:
         others.setdefault(fastest.choice, _runner_up("memory", fastest, best, limit))
     ranked = tuple(sorted(others.values(), key=lambda runner: runner.estimate.step))
@@ -192,7 +192,7 @@ def _find(search: Enumeration, bar: Bar) -> Answer:
 
 
 def _decisions(search: Enumeration, best: TrainingChoice) -> Iterator[tuple[str, Allowed]]:
-    """The decisions that could have been others, and the choices that make them."""
+    """The other decisions that were possible, and the choices that make them."""
     # [1] every other schedule, recomputation and tensor; the next shorter and longer pipeline
     for name in ("schedule", "slices", "recompute", "keep", "tensor", "context", "pipeline"):
         own = getattr(best, name)

@@ -21,15 +21,15 @@ from pipelab.table.placement import loop_placement, v_placement
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
 IN_A_V = ("v_half", "v_min", "dualpipe_v", "zb_v")  # two chunks a device, there and back
 SPLIT = ("zb_h1", "zb_h2", "zb", *IN_A_V)  # backwards in two parts, with a flush
-MADE = {"zb": 2_500, "zb_v": 2_500}  # by a search, which takes a second for so many actions
+MADE = {"zb": 2_500, "zb_v": 2_500}  # by a search, which takes a second for these many actions
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
-SLICED = ("seq1f1b",)  # sequences go through the pipeline in slices, where `slices` are
-PAIRED = ("overlapped_1f1b", "dualpipe_v")  # forwards and backwards overlap, where `pairs` are
+SLICED = ("seq1f1b",)  # `slices` of sequences go through the pipeline
+PAIRED = ("overlapped_1f1b", "dualpipe_v")  # with `pairs`, forwards and backwards overlap
 MOST_CHUNKS = 16  # a device
 MOST = 10**9  # devices, and samples of a batch
 LARGEST = 2_000_000  # actions of a table that is simulated
 BALANCED = ("time", "size")  # what a partition is balanced by
-FEW = 64  # cuts into so many stages that all are tried
+FEW = 64  # cuts into stages: up to this many, all are tried
 
 
 class TrainingChoice(NamedTuple):
@@ -42,10 +42,10 @@ class TrainingChoice(NamedTuple):
     microbatches  of a pipeline, per batch
     balance       layers a stage
     tensor        devices that share every layer
-    keep          what a transformer's layer keeps, one of KEEP; with `recompute` never
+    keep          what a transformer's layer keeps, one of KEEP; only "all" if stages recompute
     context       devices that share every sequence
     longest       micro-batches in a round of `interleaved`, if more than p
-    slices        of a sequence, of SLICED schedules: each takes as long as another
+    slices        of a sequence, in SLICED schedules; all take equally long
     memory        micro-batches whose activations fit on a device, of MADE schedules; default: p
     """
 
@@ -121,7 +121,7 @@ class Problem:
                 Transformer, 2 for a Profile
     context     how many devices may share a sequence (a Transformer's)
     expert      replicas that share the experts
-    flash       attention does not keep its matrix of sequence by sequence, and computes half of it
+    flash       attention does not keep its sequence-by-sequence matrix, and computes half of it
                 (causal)
     sequence    split by tokens what tensor parallelism leaves whole
     zero        what replicas shard (arXiv 1910.02054): 1 the optimizer's state, 3 weights and
@@ -241,14 +241,15 @@ class Problem:
         of `profile`."""
         if not isinstance(self.model, Transformer):
             return 0.0
-        # As many tokens, of which each attends to itself alone.
+        # The same number of tokens, each attending only to itself.
         samples = layer["samples"] * self.model.sequence
         alone = replace(self, model=replace(self.model, sequence=1), context=(1,), slices=(1,))
         rest, whole = (
             sum(layer.time for layer in profile.layers)
             for profile in (alone.profile(**layer | {"samples": samples}), self.profile(**layer))
         )
-        return (1 - rest / whole) / (1 - 1 / self.model.sequence)  # it takes its own score, too
+        # `rest` includes a token's own score.
+        return (1 - rest / whole) / (1 - 1 / self.model.sequence)
 
     def totals(self, **shared: Any) -> dict[str, np.ndarray]:
         """Costs of all layers before each cut; and `crossing`, the bytes across it. Arguments are
@@ -271,7 +272,7 @@ class Problem:
     def choices(self) -> Iterator[TrainingChoice]:
         """All choices that use all devices and have equal micro-batches.
 
-        Tables of more than 2,000,000 actions are left out: simulating them takes minutes.
+        Tables of more than 2,000,000 actions are omitted: simulating them takes minutes.
         """
         found: dict[TrainingChoice, None] = {}
         for tensor, context in product(self.tensor, self.context):
@@ -325,8 +326,8 @@ class Problem:
                         )
 
     def _schedules(self, p: int) -> Sequence[str]:
-        """The schedules asked for; one device needs only 1F1B of those with a flush: the others are
-        the same there, or hold more."""
+        """The schedules asked for. On one device, those with a flush are like 1F1B or hold more, so
+        1F1B replaces them."""
         if p > 1 or "pipedream_flush" not in self.schedules:
             return self.schedules
         others = {*FLUSH, *SPLIT, *PAIRED, *SLICED} - {"pipedream_flush"}
@@ -350,7 +351,7 @@ class Problem:
         return range(2, most + 1) if schedule == "interleaved" else [1]
 
     def _balances(self, tensor: int, stages: int) -> Iterable[tuple[int, ...]]:
-        """Every cut where these are few; else the best by time and the best by size."""
+        """Every cut if there are few; else the best by time and the best by size."""
         layers = self.layers
         if math.comb(layers - 1, stages - 1) > FEW:
             return [self.balance(tensor, stages, by) for by in BALANCED]
@@ -367,12 +368,12 @@ class Problem:
         """
         machine, layer = self._machine, choice.layer
         totals, profile = self.totals(**layer), self.profile(**layer)
-        scale = choice.microbatch / (profile.samples or 1)  # of a profile there is one: see above
+        scale = choice.microbatch / (profile.samples or 1)  # measured: see _check_profile
         scale, slices = scale * choice.slices, choice.slices
         sizes = {name: totals[name][b] - totals[name][a] for name in ("weights", *PER_SAMPLE)}
         for name in PER_SAMPLE:
             sizes[name] *= scale
-        # [1] what replicas share out, and gather; of an expert there are fewer copies
+        # [1] what replicas shard, and gather; an expert has fewer copies
         weights, experts = sizes["weights"], self._experts(choice.tensor, a, b)
         own = (weights - experts) / choice.replicas + experts / (choice.replicas // self.expert)
         state = self._state(weights, own)
@@ -389,7 +390,7 @@ class Problem:
             hidden = sizes["input_grad"] + sizes["weight_grad"]
             update = np.maximum(update - hidden, update / np.maximum(b - a, 1))
         update = update + 2 * (state + 2 * sizes["weights"]) / machine.hbm
-        # [3] one layer, all of it, while it is run again
+        # [3] one layer's activations, all of them, while it is recomputed
         if choice.keep != "all":
             whole = self.profile(**layer | {"keep": "all"}).of("activations")
             state = state + scale / slices * max(whole - profile.of("activations"))
@@ -397,7 +398,7 @@ class Problem:
         sent = scale * totals["crossing"]
         latency, bandwidth = machine.latency, choice.tensor * min(self._speeds(choice))
         link = slices * latency + sent / bandwidth
-        link[-1] = 0.0  # nothing is behind
+        link[-1] = 0.0  # nothing follows
         if self.blocking:
             for name in ("forward", "input_grad"):
                 sizes[name] = sizes[name] + link[b]
@@ -422,7 +423,7 @@ class Problem:
             tokens = choice.microbatch * self.model.sequence / choice.context
             shared = choice.tensor, choice.context, self.expert
             messages = self.model.exchange(self._machine, tokens, *shared)
-        # What makes a layer again sends again.
+        # A layer that is recomputed sends again.
         sent = (3 if choice.keep == "full" else 2) * messages * self._expert_layers(a, b)
         alone = np.maximum(forward, backward)
         return np.maximum(alone, np.maximum(forward + backward - sent, sent))
@@ -433,10 +434,10 @@ class Problem:
         return np.clip(b, first, self.layers - 1) - np.clip(a, first, self.layers - 1)
 
     def _state(self, weights: Any, own: Any) -> Any:
-        """Bytes of the optimizer's state on a device, which has `own` of the weights if they are
-        shared out."""
+        """Bytes of the optimizer's state on a device; `own` are its weights if replicas shard
+        them."""
         bytes_each = self.optimizer or 0.0
-        # Of ZeRO-1 12 bytes a parameter (6 a byte of weights) at most are shared out.
+        # ZeRO-1 shards at most 12 bytes a parameter (6 a byte of weights).
         shared = {0: 0.0, 1: min(bytes_each, 6.0), 3: bytes_each}[self.zero or 0]
         return weights * bytes_each - shared * (weights - own)
 
@@ -447,8 +448,8 @@ class Problem:
         return self._expert_layers(a, b) * 2 * self.model.sizes(tensor)[1] / self.expert
 
     def _summed(self, choice: TrainingChoice, weights: Any, experts: Any, passes: int) -> Any:
-        """Seconds to sum (2 passes) or to gather (1) weights among the replicas and those that
-        share a sequence; experts only among their copies."""
+        """Seconds to sum (2 passes) or to gather (1) weights among the replicas and the devices
+        that share a sequence; experts only among their copies."""
         collective, tensor = self._machine.collective, choice.tensor
         among = choice.replicas * choice.context
         if self.expert == 1:
@@ -493,17 +494,17 @@ def _check_profile(profile: Profile) -> None:
 
 
 def _is_table(schedule: str, p: int, v: int, m: int) -> bool:
-    """Whether there is such a table, and one that is made in seconds."""
+    """Whether there is such a table, and making it takes only seconds."""
     if m < {"pipedream_2bw": p, "dualpipe_v": 2 * p}.get(schedule, 0):
-        return False  # no version to read yet; or not enough for both ends
+        return False  # 2BW has no version to read yet; DualPipe-V has too few for both ends
     if schedule == "pipedream_flush":
         m = shorter(schedule, p, m)
-    # A forward and a backward at least, of every stage and micro-batch.
+    # At least a forward and a backward for every stage and micro-batch.
     return 2 * p * v * m <= MADE.get(schedule, LARGEST)
 
 
 def _longest_rounds(schedule: str, p: int, m: int) -> list[int]:
-    """What `longest` may be: 1 for rounds of p; where p does not divide m, longer rounds, too."""
+    """Values for `longest`: 1 for rounds of p; if p does not divide m, longer rounds, too."""
     if schedule == "interleaved" and m > p and m % p:
         return [1, -(-m // (m // p))]
     return [1]
@@ -511,14 +512,14 @@ def _longest_rounds(schedule: str, p: int, m: int) -> list[int]:
 
 @cache
 def _speeds(machine: Machine, home: tuple[int, ...], step: int) -> list[float]:
-    """Bytes/s of a card over each link s -> s + 1; `step` devices stand between neighbours.
+    """Bytes/s of a card over each link s -> s + 1; a pipeline's devices are `step` apart.
 
     Devices that share layers and sequences are next to each other, then replicas, then a pipeline.
     """
     speeds = []
     for here, there in pairwise(home):
         first, last = here * step, there * step
-        last += step - 1  # the last of the devices that stand for the later one
+        last += step - 1  # the last device of the later group
         near = first // machine.node == last // machine.node
         far = first // machine.rack != last // machine.rack
         speeds.append(machine.link(1 if near else math.inf if far else machine.node + 1))

@@ -1,4 +1,4 @@
-"""The cut of a choice's layers into stages that fit a device: the fastest by a bound of its step.
+"""The cut of a choice's layers into stages that fit a device: the fastest by a bound on its step.
 
 Stage s is layers a to b - 1. Cut from the last stage on (`pipelab.optimize.cut.intervals`):
 
@@ -6,17 +6,18 @@ Stage s is layers a to b - 1. Cut from the last stage on (`pipelab.optimize.cut.
 
     work     what the stage's device does in a batch
     passing  the time of a micro-batch through the stage and over the link, and of its gradient
-             back: the next stage begins later and ends earlier, by this in all
+             back: in all, the next stage has this much less time
 
 For plain schedules with a flush this is the bound of `least_seconds`, except that the all-reduce
-counts only for the slowest device. A device with v chunks works v times as long as its longest, and
-they share its memory as they would if all layers were equal.
+counts only for the slowest device. Model: a device with v chunks works v times as long as its
+longest, and they share its memory as they would if all layers were equal.
 
-If there are few cuts, all are tried (`Problem.choices`); these are for the others. If the waiting
-inputs' buffers do not fit, the choice is cut again for less memory (`Enumeration`). Beside an
-exhaustive search of every cut, at limits of memory that 4 to 6 random layers just fit: with one
-chunk a device none was found at 1 limit of 336, and a slower one at 11 (by up to 6 %); with several
-chunks none at 2 of 120, and a slower one at 12 (by up to 13 %).
+If there are few cuts, all are tried (`Problem.choices`); this search is for the rest. If the
+waiting inputs' buffers do not fit, the choice is cut again for less memory (`Enumeration`).
+
+Compared with a search of all cuts, at memory limits that 4 to 6 random layers just fit: with one
+chunk a device, it found no cut at 1 limit of 336, and a slower one at 11 (by up to 6 %); with
+several chunks, no cut at 2 of 120, and a slower one at 12 (by up to 13 %).
 """
 
 import math
@@ -35,7 +36,7 @@ def fastest_cut(problem: Problem, choice: TrainingChoice, memory: float) -> Trai
 
     The bytes exclude inputs that wait in buffers, which depend on the order of all actions.
     """
-    # [1] Is it too much even if every stage held as little for a layer as the frugalest one?
+    # [1] Does it exceed the memory even if all stages held as little per layer as the best one?
     if held(choice, _all(problem, choice), counts(choice).min(axis=1), True) > (
         memory * choice.pipeline * SLACK
     ):
@@ -67,7 +68,7 @@ def smallest_cut(problem: Problem, choice: TrainingChoice) -> TrainingChoice:
 
 
 def _every_stage(problem: Problem, choice: TrainingChoice) -> tuple[Sizes, np.ndarray]:
-    """[a, b]: costs of layers a to b - 1; and whether there are any."""
+    """[a, b]: costs of layers a to b - 1, and whether there are any such layers."""
     cuts = np.arange(problem.layers + 1)
     a, b = cuts[:, None], cuts
     return problem.sizes(choice, a, b), a < b
@@ -83,7 +84,7 @@ def _bytes(
 ) -> Callable[[int], np.ndarray]:
     """Number of a stage -> [a, b] bytes of a device, inf where there is no layer.
 
-    Of several chunks, over the share of the device that each may fill.
+    With several chunks, a stage's bytes are divided by the share of the device that it may fill.
     """
     # Chunks of a device share its memory in this proportion.
     each = np.maximum(held(choice, _all(problem, choice), counts(choice), True), 1.0)

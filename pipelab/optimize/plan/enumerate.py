@@ -18,17 +18,17 @@ from pipelab.optimize.plan.limits import SLACK, least_bytes, least_of_any_cut, l
 from pipelab.predict.costs import Recompute
 from pipelab.runtime.bar import Bar
 
-QUARTER = 0.25  # of a micro-batch: limits of memory are multiples
+QUARTER = 0.25  # of a micro-batch: limits of memory are multiples of it
 Allowed = Callable[[TrainingChoice], bool]
 
 
 class Enumeration:
     """All choices of a problem with their bounds, and the simulated ones so far.
 
-    least      seconds and bytes of every choice that no cut of its layers can beat
-    seconds    bounds of a choice's own cut, once its turn has come
-    bytes      the same
-    estimates  the simulated choices
+    least      per choice, seconds and bytes that no cut of its layers can beat
+    seconds    bounds for a choice's own cut, once its turn has come
+    bytes      likewise
+    estimates  of the simulated choices
     """
 
     def __init__(self, problem: Problem, bar: Bar | None = None) -> None:
@@ -37,7 +37,7 @@ class Enumeration:
         self.least: dict[TrainingChoice, tuple[float, float]] = {}
         self.seconds: dict[TrainingChoice, float] = {}
         self.bytes: dict[TrainingChoice, float] = {}
-        self.bar.phase("listing choices")  # then the searches, by whoever asks for them
+        self.bar.phase("listing choices")  # the caller begins the searches' phases
         whole = cache(self._whole)
         for choice in problem.choices():
             alike = choice._replace(schedule="", virtual=1, recompute=Recompute.NEVER, balance=())
@@ -54,7 +54,7 @@ class Enumeration:
         return {name: float(np.ravel(size)[0]) for name, size in sizes.items()}
 
     def _add(self, new: TrainingChoice, alike: TrainingChoice) -> None:
-        """One more choice, with the bound of another cut or another memory."""
+        """Add a choice, with the bound of one that differs only in its cut or memory."""
         self.least.setdefault(new, self.least[alike])
         if new not in self.seconds:
             self._bound(new)
@@ -71,12 +71,12 @@ class Enumeration:
 
     @staticmethod
     def _is_limited(choice: TrainingChoice) -> bool:
-        """Whether a limit of memory changes its table, which is searched for."""
+        """Whether its table is searched for within a memory limit."""
         return choice.schedule in MADE and choice.recompute is Recompute.NEVER
 
     def _within(self, choice: TrainingChoice, memory: float, excess: float) -> TrainingChoice:
-        """The choice; a table that is searched for is made for what fits into `memory` bytes, and
-        for less if it needs `excess` bytes more."""
+        """The choice, with a searched table limited to what fits into `memory` bytes, or to less if
+        it needed `excess` bytes more."""
         if not self._is_limited(choice):
             return choice
         fit, each = room(choice, self.problem.of_stages(choice), memory)
@@ -100,7 +100,7 @@ class Enumeration:
         fitting: list[Estimate] = []
         fastest = math.inf  # seconds
         cuts: dict[TrainingChoice, list[TrainingChoice]] = {}  # new ones, by choice without balance
-        order = count()  # of equal bounds the first to come is the first to go
+        order = count()  # of equal bounds, first in, first out
         queue = [
             (self.seconds.get(choice, seconds), next(order), choice)
             for choice, (seconds, size) in self.least.items()
@@ -112,7 +112,7 @@ class Enumeration:
             # [1] No later choice can be as fast.
             if bound > fastest * SLACK:
                 break
-            # [2] Bound its own cut; it waits for its turn.
+            # [2] Bound its own cut, and queue it again by that bound.
             if choice not in self.seconds:
                 self._bound(choice)
                 heappush(queue, (max(self.seconds[choice], bound), number, choice))
@@ -124,11 +124,10 @@ class Enumeration:
                 if found.step <= fastest * SLACK and found.memory <= memory:
                     fitting.append(found)
                     fastest = min(fastest, found.step)
-                elif found.step <= fastest * SLACK:  # inputs that wait in buffers are too much
+                elif found.step <= fastest * SLACK:  # inputs that wait in buffers do not fit
                     excess = found.memory - memory
                     made = self._within(choice, memory, excess)
-            # [4] For less memory, or with its layers cut anew, the new choice waits for its turn
-            # like any other.
+            # [4] Queue the choice for less memory, and the one with its layers cut anew.
             news = [made] if made != choice and (made.memory or 0.0) >= 1 else []
             if not choice.memory and (new := self._cut_anew(choice, memory, excess, cuts)):
                 news.append(new)
@@ -145,8 +144,8 @@ class Enumeration:
         excess: float,
         cuts: dict[TrainingChoice, list[TrainingChoice]],
     ) -> TrainingChoice | None:
-        """The choice with another cut of its layers, if one is worth a try: for this memory, and
-        where such a cut needs `excess` bytes more than that, for as much less."""
+        """The choice with another cut of its layers, if one is worth a try: a cut for this memory,
+        or, if such a cut needed `excess` bytes more, for that much less."""
         family = choice._replace(balance=())
         tries: list[TrainingChoice | None] = []
         if family not in cuts:

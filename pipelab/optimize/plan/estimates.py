@@ -1,4 +1,4 @@
-"""The step and memory of a choice by the simulator, and what the step's time goes to."""
+"""The step and memory of a choice by the simulator, and where the step's time goes."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,8 +43,8 @@ class Estimate:
 
     @cached_property
     def gap(self) -> float:
-        """How far the step is above a lower bound: for any order in the same stages and memory, see
-        `pipelab.optimize.bounds.gap`. Without a flush, for pairs and for slices, above
+        """How far the step is above a lower bound for any order in the same stages and memory (see
+        `pipelab.optimize.bounds.gap`); without a flush, with pairs or with slices, above
         `least_seconds`."""
         problem, choice = self.problem, self.choice
         pairs = problem.pairs and choice.schedule in PAIRED
@@ -59,7 +59,7 @@ class Estimate:
     def parts(self) -> dict[str, float]:
         """Seconds of the step by cause; they add up to it. One may be below 0.
 
-        Each is what one more cause adds to the step, or to a bound of it.
+        Each is what one more cause adds to the step, or to a bound on it.
         """
         problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
         no_links = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
@@ -106,9 +106,10 @@ def estimate(problem: Problem, choice: TrainingChoice) -> Estimate:
 
 
 def table_for(choice: TrainingChoice, costs: Costs, whole: bool = True) -> Schedule:
-    """One batch; without a flush, four spells, each long enough to fill or drain the pipeline.
+    """The table of a batch; without a flush, of four spells, each long enough to fill or drain the
+    pipeline.
 
-    whole  False: enough micro-batches for everything to repeat
+    whole  False: only enough micro-batches for everything to repeat
     """
     name, p, m = choice.schedule, choice.pipeline, choice.microbatches
     batches = 4 * _spell(choice) if name in ASYNCHRONOUS else 1
@@ -122,11 +123,11 @@ def _sizes(choice: TrainingChoice) -> dict[str, Any]:
 
 
 def steady_seconds(choice: TrainingChoice, costs: Costs, planned: Costs | None = None) -> float:
-    """The work of a batch: all actions; without a flush, the inner spells on the slowest device.
-    A table that is searched for is the one for the `planned` costs, by default these.
+    """Seconds of a batch: of all actions; without a flush, of inner spells on the slowest device.
+    A searched table is the one for the `planned` costs, by default these.
 
-    If slow links set the pace, it differs from batch to batch: a long run takes up to 2 % more or
-    less (150 random pipelines).
+    If slow links set the pace, batches differ: in a long run they take up to 2 % more or less (150
+    random pipelines).
     """
     if choice.schedule in MADE:
         return max(ends_of(table_for(choice, planned or costs), costs))
@@ -136,7 +137,7 @@ def steady_seconds(choice: TrainingChoice, costs: Costs, planned: Costs | None =
     schedule = table_for(choice, costs)
     ends = ends_of(schedule, costs)
     spell = _spell(choice) * choice.microbatches
-    # Of four spells the first fills the pipeline and the last drains it.
+    # The first of the four spells fills the pipeline, and the last drains it.
     last = [[0.0] * choice.pipeline for _ in range(4)]  # [spell][device]: the last backward's end
     for action, device, end in zip(schedule.actions, schedule.device_of, ends, strict=True):
         if action.kind is Kind.B:
@@ -147,5 +148,5 @@ def steady_seconds(choice: TrainingChoice, costs: Costs, planned: Costs | None =
 
 
 def _spell(choice: TrainingChoice) -> int:
-    """Batches with at least twice as many micro-batches as the pipeline has devices."""
+    """How many batches have at least twice as many micro-batches as the pipeline has devices."""
     return -(-2 * choice.pipeline // choice.microbatches)

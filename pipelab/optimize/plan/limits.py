@@ -1,7 +1,7 @@
 """Bounds that no order of a choice's actions can beat: seconds and bytes, without a table.
 
-The search skips what these rule out, and simulates the rest. Costs are those of stages,
-`Problem.sizes`: a choice's own, or all that layers can be cut into (`cuts`).
+The search skips what these rule out, and simulates the rest. Costs are `Problem.sizes` of stages:
+those of a choice, or all into which layers can be cut (`cuts`).
 """
 
 import math
@@ -27,15 +27,15 @@ def work(choice: TrainingChoice, sizes: Sizes) -> np.ndarray:
     m = choice.microbatches
     again = {Recompute.NEVER: 0, Recompute.EXCEPT_LAST: m - 1, Recompute.ALWAYS: m}
     once = sizes["forward"] + sizes["input_grad"] + sizes["weight_grad"]
-    once = sizes.get("together", once)  # if it takes less in pairs
+    once = sizes.get("together", once)  # in pairs, it may take less
     actions = 3 if choice.schedule in ("zb_h1", "zb_h2") else 2  # others may keep backwards whole
     once = once + choice.slices * actions * sizes["overhead"]
     return m * once + again[choice.recompute] * sizes["forward"]
 
 
 def passing(choice: TrainingChoice, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a micro-batch, or of a slice, through each stage and over the link behind it:
-    there, and back."""
+    """Seconds of a micro-batch, or of a slice, through each stage and over the link after it: on
+    the way there, and back."""
     step = sizes["overhead"] + sizes["link"] / choice.slices
     back = sizes["input_grad"] + (0.0 if choice.split else sizes["weight_grad"])
     if choice.recompute is Recompute.ALWAYS:
@@ -44,15 +44,15 @@ def passing(choice: TrainingChoice, sizes: Sizes) -> tuple[np.ndarray, np.ndarra
 
 
 def least_seconds(choice: TrainingChoice, sizes: Sizes) -> float:
-    """The bound of a batch: warm-up, the work of a device, drain; the longest over the devices.
+    """The bound on a batch: warm-up, a device's work, drain; the longest of all devices.
 
-        F0 F1 F2 ...                             device d starts after the forwards of the stages
-           .  .  F0 F1 .. the work of d .. B7    before d, and after its last backward that
-                                          B7     micro-batch has theirs ahead of it, then an update
+        F0 F1 F2 ...                             device d starts after the forwards before it; its
+           .  .  F0 F1 .. the work of d .. B7    last backward is followed by those of the stages
+                                          B7     before d, then by an update
 
     With one chunk a device and free transfers, this is what GPipe and 1F1B take. With split
-    backwards, only input gradients come before, and weight gradients may fill the drain. Without a
-    flush, it is the busiest device's work.
+    backwards, only input gradients are on the way back, and weight gradients may fill the drain.
+    Without a flush, it is the busiest device's work.
     """
     p = choice.pipeline
     own = of_devices(choice, work(choice, sizes))
@@ -61,7 +61,7 @@ def least_seconds(choice: TrainingChoice, sizes: Sizes) -> float:
         often = choice.microbatches if choice.schedule == "pipedream" else 1
         return float((own + often * updates).max())
     there, back = (np.append(0.0, np.cumsum(x[: p - 1])) for x in passing(choice, sizes))
-    # its own weight gradients of all micro-batches may come after that
+    # the device's own weight gradients, of all micro-batches, may come later
     late = np.zeros(p)
     if choice.split:
         late = of_devices(choice, sizes["weight_grad"] + sizes["overhead"])
@@ -73,9 +73,9 @@ def least_seconds(choice: TrainingChoice, sizes: Sizes) -> float:
 
 
 def least_bytes(choice: TrainingChoice, sizes: Sizes) -> float:
-    """Bytes of the fullest device, when its first backward starts: all its warm-up is in flight.
+    """Bytes of the fullest device when its first backward starts: all its warm-up is in flight.
 
-    As much is in flight after a round of `interleaved`, and then each chunk has its gradient.
+    After a round of `interleaved`, as much is in flight, and each chunk has its gradient, too.
     """
     each = counts(choice)
     in_last_chunk = np.arange(len(choice.balance)) >= choice.pipeline * (choice.virtual - 1)
@@ -94,20 +94,20 @@ def least_bytes(choice: TrainingChoice, sizes: Sizes) -> float:
 
 def least_of_any_cut(choice: TrainingChoice, whole: Sizes) -> tuple[float, float]:
     """Seconds and bytes that no cut of the layers can beat, from all layers in one stage: some
-    device has at least the average. Cheap, and the same for every cut."""
+    device has at least the average. This is cheap, and the same for every cut."""
     in_flight = _fewest_in_flight(
         *(choice.schedule, choice.pipeline, choice.virtual, choice.microbatches, choice.longest),
         choice.slices,
     )
     kept = whole["activations"] if choice.recompute is Recompute.NEVER else 0.0
-    # At the end of the batch there are all gradients, and before the first backward no gradient.
+    # At the end of the batch all gradients are held; before the first backward, none.
     size = whole["optimizer"] + whole["weights"] + max(whole["weights"], in_flight * kept)
     return float(work(choice, whole)) / choice.pipeline, size / choice.pipeline
 
 
 def room(choice: TrainingChoice, sizes: Sizes, memory: float) -> tuple[float, float]:
     """How many micro-batches' activations fit into `memory` bytes, beside weights, gradients and
-    the optimizer's state, on the device where the most do; and the bytes of one, of any device."""
+    the optimizer's state, on the device where the most fit; and the most bytes of one on any."""
     beside = of_devices(choice, sizes["optimizer"] + 2 * sizes["weights"])
     each = of_devices(choice, sizes["activations"])
     fit = np.divide(memory - beside, each, out=np.full_like(each, math.inf), where=each > 0)
@@ -140,7 +140,7 @@ def counts(choice: TrainingChoice) -> Any:
 
 @cache
 def _fewest_in_flight(schedule: str, p: int, v: int, m: int, longest: int, slices: int) -> int:
-    """Of all stages; those that wait for W keep less than all."""
+    """Of all stages, without micro-batches that wait for W, since these keep less than all."""
     _, in_flight, waiting = _counts(schedule, p, v, m, max(p, longest), slices)
     return max(int((in_flight - waiting).min()), 0)
 
@@ -150,13 +150,13 @@ def _counts(schedule: str, p: int, v: int, m: int, longest: int, slices: int) ->
     if schedule in (*MADE, *IN_A_V, *PAIRED, *SLICED):
         return _counts_of_table(schedule, p, v, m, slices)
     theory = THEORY[schedule]
-    # Interleaved is built for full rounds, and loses the absent micro-batches.
+    # Interleaved is built for full rounds, and then drops the absent micro-batches.
     absent = -m % p if v > 1 and longest == p else 0
     sizes = p, m + absent, v, 2 * p if schedule in ASYNCHRONOUS else 1
     found = []
     for stage in range(p * v):
         chunk, device = divmod(stage, p)
-        # Forwards take turns: a round of each chunk. Any of those absent may be missing.
+        # Chunks take turns: a round of forwards each. Any of those may be among the absent ones.
         held_at_once = theory.in_flight(device, *sizes)
         if longest > p:
             held_at_once = min(m * v, held_at_once + (v - 1) * (longest - p))
@@ -167,7 +167,7 @@ def _counts(schedule: str, p: int, v: int, m: int, longest: int, slices: int) ->
 
 
 def _counts_of_table(schedule: str, p: int, v: int, m: int, slices: int) -> Any:
-    """Forwards ahead of a device's first backward; one, of a table that depends on its costs."""
+    """`counts` by forwards before a device's first backward; 1 if the table depends on costs."""
     flights = [1.0] * (p * v)
     if schedule not in MADE:
         flights = [0.0] * (p * v)
@@ -180,5 +180,5 @@ def _counts_of_table(schedule: str, p: int, v: int, m: int, slices: int) -> Any:
 
 
 def of_devices(choice: TrainingChoice, stages: np.ndarray) -> np.ndarray:
-    """The sums of each device's stages."""
+    """Per device, the sum over its stages."""
     return np.bincount(choice.home, stages, choice.pipeline)

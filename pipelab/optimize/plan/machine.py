@@ -15,8 +15,8 @@ class Machine:
     share      of it that infinitely large matrix products reach
     narrow     k: a product of sides a, b, c takes 1 + k (1 / a + 1 / b + 1 / c) times as long as at
                that share (half-empty tiles, incomplete waves)
-    hbm        bytes/s that a device reads and writes in its own memory, which bound all but
-               products
+    hbm        bytes/s that a device reads and writes in its own memory; they bound everything
+               except products
     memory     bytes of a device
     bandwidth  bytes/s that a device sends to another node while it receives as much
     inside     the same within its node; default: `bandwidth`
@@ -49,7 +49,8 @@ class Machine:
             if name not in ("name", "fitted") and not (
                 value > 0 or (value == 0 and name in MAY_BE_ZERO)
             ):
-                raise ValueError(f"{name}={value} of {self.name}: give a number above 0")
+                least = "of at least 0" if name in MAY_BE_ZERO else "above 0"
+                raise ValueError(f"{name}={value} of {self.name}: give a number {least}")
             if value == math.inf and name in MAY_BE_ZERO:
                 raise ValueError(f"{name}=inf of {self.name}: give a finite number")
         if self.share > 1:
@@ -93,10 +94,10 @@ class Machine:
         return self.link(max([devices, *crossed]), cards)
 
     def allreduce(self, size: Any, among: int, link: float) -> Any:
-        """Seconds for one size or an array of sizes: a ring, or a tree if that is faster.
+        """Seconds for one size or an array of sizes: of a ring, or of a tree if that is faster.
 
-        In a ring every device sends 2 (d - 1) / d of the bytes in 2 (d - 1) messages, in a tree 2
-        of them in 2 log2 d (arXiv 2201.11990, section 3; NCCL 2.4's double trees).
+        In a ring every device sends 2 (d - 1) / d of the bytes in 2 (d - 1) messages, in a tree
+        twice the bytes in 2 log2 d (arXiv 2201.11990, section 3; NCCL 2.4's double trees).
 
         >>> Machine("two devices", 1, 1, 1, latency=0).allreduce(10, 2, link=5)
         2.0
@@ -115,9 +116,9 @@ class Machine:
         return passes / 2 * self.allreduce(size, among, self.slowest(among * stride, cards))
 
 
-# Peaks of bfloat16 without sparsity, bytes in one direction. The latency of 5 microseconds is an
-# assumption: the order of a small message between GPUs. `hbm` is nine tenths of a data sheet's
-# bandwidth. `share` and `narrow` were fitted on published runs (benchmarks/published.md); `fitted`
+# Peaks are of bfloat16 without sparsity, bytes/s of one direction. The latency of 5 microseconds is
+# assumed: small messages between GPUs take about as long. `hbm` is nine tenths of a data sheet's
+# bandwidth. `share` and `narrow` were fitted to published runs (benchmarks/published.md); `fitted`
 # names them. A device without such runs has the share of the one most like it.
 ON_A100 = "the best published for an A100: Megatron-LM, 22B to 530B (arXiv 2104.04473, 2205.05198)"
 ON_H100 = "the best published for an H100: Llama 3 405B on 8,192 (arXiv 2407.21783)"

@@ -1,8 +1,8 @@
-"""Seconds of tables with millions of actions: a steady state is one period, counted once.
+"""Seconds of tables with millions of actions: of a steady state, one period is enough.
 
 A shorter table with the same warm-up and drain is simulated. If all actions in its middle come one
 period later than those some rounds before, the rest of the whole table just adds periods. If
-nothing repeats, the table grows, finally to the whole one.
+nothing repeats, a longer table is simulated, finally the whole one.
 """
 
 from dataclasses import replace
@@ -70,7 +70,7 @@ def table_of(
     memory: float | None = None,
     costs: Costs,
 ) -> Schedule:
-    """The table of a plan; if its schedule depends on costs, the one for these. All slices of a
+    """The table of a plan; if its schedule depends on costs, it is made for these. All slices of a
     sequence take equally long."""
     sizes: dict[str, Any] = {"virtual": virtual if takes(name, "virtual") else 1}
     sizes |= {"longest": longest, "slices": slices if takes(name, "slices") else None}
@@ -87,7 +87,7 @@ def _make(name: str, p: int, m: int, **sizes: Any) -> Schedule:
     return make(name, p, m, **sizes)
 
 
-# Many choices differ in their costs alone; of one that is searched for, much is asked.
+# Many choices differ only in their costs. A searched table is asked for again and again.
 _table, _searched = lru_cache(maxsize=32)(_make), lru_cache(maxsize=64)(_make)
 _in_pairs = lru_cache(maxsize=32)(Schedule.overlap)
 
@@ -99,11 +99,11 @@ def ends_of(table: Schedule, costs: Costs) -> list[float]:
 
 
 def _period(table: Schedule, ends: list[float], p: int) -> tuple[int, float]:
-    """A number of rounds, and the seconds by which the actions in the middle of the table come
-    later than those of so many rounds before; (0, 0.0) where they do not all come as much later.
+    """A number of rounds, and the seconds by which actions in the middle of the table come later
+    than those that many rounds before; (0, 0.0) if these seconds differ between actions.
 
-    No action needs one that is more than two rounds older, in its row or in another: two rounds
-    that come so much later make all rounds after them do so.
+    No action needs one that is more than two rounds older, in its row or in another. So if two
+    rounds come that much later, all rounds after them do, too.
     """
     at: dict[tuple[int, Kind], np.ndarray] = {}
     for action, end in zip(table.actions, ends, strict=True):

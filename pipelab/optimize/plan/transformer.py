@@ -34,7 +34,7 @@ from pipelab.optimize.plan.machine import Machine
 from pipelab.table.action import check_counts
 
 KEEP = ("all", "selective", "full")  # what is kept of a layer from its forward to its backward
-MOST_LAYERS = 2000  # of which a plan can cut
+MOST_LAYERS = 2000  # that a plan can cut
 
 
 class Latent(NamedTuple):
@@ -42,9 +42,9 @@ class Latent(NamedTuple):
 
     query  rank of all heads' queries
     key    rank of all heads' keys and values
-    nope   of a head's query and key: the part without positions
-    rope   of the same: the part with rotary positions; the key's is one for all heads
-    value  of a head's value
+    nope   width of a head's query and key without positions
+    rope   width of the same with rotary positions; all heads share the key's
+    value  width of a head's value
     """
 
     query: int
@@ -60,9 +60,9 @@ class Transformer:
 
     key_heads  for grouped-query attention; default: heads
     feed       width of the feed-forward layer, or of an expert; default: 4 times hidden
-    gated      whether that has a gate (SwiGLU): three matrices, no biases, no learned positions,
-               and a head that does not share the embedding's weights
-    experts    copies of it; a token uses `active` of them
+    gated      whether that layer has a gate (SwiGLU): three matrices, no biases, no learned
+               positions, and a head that does not share the embedding's weights
+    experts    copies of that layer; a token uses `active` of them
     shared     more copies, which every token uses
     dense      feed-forward widths of the first layers, which have no experts
     latent     sizes of latent attention; default: plain or grouped-query attention
@@ -104,24 +104,25 @@ class Transformer:
             check_counts(**{f"latent {name}": x for name, x in self.latent._asdict().items()})
         if len(self.dense) > self.layers:
             raise ValueError(
-                f"dense has {len(self.dense)} widths, but there are {self.layers} layers"
+                f"dense has {len(self.dense)} widths, but there are {self.layers} layers: give at "
+                "most one width per layer"
             )
         if self.hidden % self.heads:
             raise ValueError(
-                f"heads={self.heads} hidden={self.hidden}: give a number of heads that divides it"
+                f"heads={self.heads} hidden={self.hidden}: give heads that divide hidden"
             )
         if self.heads % self.key_heads:
             raise ValueError(
-                f"key_heads={self.key_heads}: give one that divides heads={self.heads}"
+                f"key_heads={self.key_heads}: give a number that divides heads={self.heads}"
             )
         if self.active > self.experts:
-            raise ValueError(f"active={self.active}: there are only {self.experts} experts")
+            raise ValueError(f"active={self.active}: give at most experts={self.experts}")
         if self.layers > MOST_LAYERS:
             raise ValueError(f"layers={self.layers}: give at most {MOST_LAYERS:,}")
 
     @property
     def _matrices(self) -> int:
-        """Of a feed-forward layer: g of the table above."""
+        """The matrices of a feed-forward layer: g of the table above."""
         return 3 if self.gated else 2
 
     @property
@@ -140,12 +141,12 @@ class Transformer:
 
     @property
     def _latents(self) -> int:
-        """Their width, with the key's rotary part; 0 without latent attention."""
+        """The latents' width, with the key's rotary part; 0 without latent attention."""
         return self.latent.query + self.latent.key + self.latent.rope if self.latent else 0
 
     def _attention(self, tensor: int = 1) -> list[tuple[float, float]]:
-        """Sides of attention's weights on one of `tensor` devices, the output's first; the last
-        ones make queries, keys and values of latents, which every device makes of the input."""
+        """Sides of attention's weights on one of `tensor` devices, the output's first. With latent
+        attention, every device makes the latents, and the last two weights take those as input."""
         h = self.hidden
         query, key, value, output = (width / tensor for width in self._heads)
         if self.latent is None:
@@ -177,8 +178,8 @@ class Transformer:
         return self._sum(Transformer._met) + self.hidden * self.vocabulary
 
     def sizes(self, tensor: int = 1) -> tuple[float, float]:
-        """Parameters of the last layer on one of `tensor` devices: all but its experts, and these
-        (where there are several)."""
+        """Parameters of the last layer on one of `tensor` devices: all but its experts, and those
+        of its experts (0 if there is only one)."""
         attention = sum(x * y for x, y in self._attention(tensor))
         feeds = self.experts * self._feed_weights / tensor
         vectors = 0 if self.gated else 13 * self.hidden  # biases and norms
@@ -203,8 +204,8 @@ class Transformer:
     def flops(self, batch: int, recompute: bool = True, causal: bool = False) -> float:
         """96 B s l h^2 (1 + s / 6 h + V / 16 l h): arXiv 2104.04473, section 5.1.
 
-        A forward counts once, a backward twice, and a layer's recomputation (not the head's) once;
-        scores all of them, or the half that a causal mask leaves.
+        A forward counts once, a backward twice, and a layer's recomputation (not the head's) once.
+        All scores count, or the half that a causal mask leaves.
         """
         layers = self._sum(lambda layer: 2 * layer._met() + layer._scores(causal))
         head = 2 * self.hidden * self.vocabulary  # the logits alone: an embedding is looked up
@@ -227,7 +228,7 @@ class Transformer:
         it, by the table above.
 
         A pipeline keeps the word embedding twice: in its first layer and in the head. `expert`
-        replicas share the experts. If sequences are cut into `slices`, it is for an average one.
+        replicas share the experts. If sequences are cut into `slices`, costs are of an average one.
         """
         h, t, tokens = self.hidden, tensor, samples * self.sequence / context / slices
         split = t if sequence else 1
@@ -259,7 +260,7 @@ class Transformer:
         flash: bool,
         split: int,
     ) -> Layer:
-        """The last layer: `profile`."""
+        """The last layer, for `profile`."""
         h, s, f, t, c = self.hidden, self.sequence, self.feed, tensor, context
         e, g, shared = self.active, self._matrices, self.shared
         expert = expert if self.experts > 1 else 1
@@ -281,7 +282,7 @@ class Transformer:
         sent += machine.collective(2 * tokens * gathered * c, c, t, 1)
         sent += self.exchange(machine, tokens, t, c, expert)
         forward = products + scores + squares + moved + sent
-        # [2] its backward, and what it makes again
+        # [2] its backward, and what that recomputes
         inputs = products + (2.5 if flash else 2) * scores + 2 * (squares + moved) + sent
         selective = sum(attention[2:]) + (0.0 if flash else scores + squares)
         again = {"all": 0.0, "selective": selective, "full": forward}[keep]
@@ -300,7 +301,7 @@ class Transformer:
     def exchange(
         self, machine: Machine, tokens: float, tensor: int, context: int, expert: int
     ) -> float:
-        """Seconds in which tokens travel to their experts and back, in a pass of a layer."""
+        """Seconds for tokens to travel to their experts and back, in one pass of a layer."""
         among = machine.slowest(expert * tensor * context)  # by each one's own card
         return machine.allreduce(2 * self.active * tokens * self.hidden / tensor, expert, among)
 

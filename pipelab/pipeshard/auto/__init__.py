@@ -1,11 +1,11 @@
-"""Plans for pipelines of jax programs, found by a program: layers, stages, meshes, shardings.
+"""Plans for pipelines of jax programs, found automatically: layers, stages, meshes, shardings.
 
-After Alpa (Zheng et al., OSDI 2022, sections 4 and 5). It is built on the manual side, which does
-not know it: a user could write by hand whatever it finds.
+After Alpa (Zheng et al., OSDI 2022, sections 4 and 5). This package builds on the manual side and
+not the reverse: a user could write by hand whatever it finds.
 
     flops       of equations, counted without compiling
     layers      equations to layers
-    hlo         collectives of what was compiled      (cost_model: the seconds of it all)
+    hlo         a compiled program's collectives      (cost_model: the seconds of it all)
     sharding    how a mesh divides a program's arrays (sharded: a program compiled in many ways)
     candidate   a possible stage, how it divides its parameters, and what it costs
     assignment  layers to stages, devices to meshes: the search

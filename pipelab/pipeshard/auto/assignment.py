@@ -1,26 +1,26 @@
 """Layers to stages and devices to meshes: the plan with the shortest train step (Alpa, section 5).
 
     layers    0  1 | 2 | 3        a stage is some layers in a row, on a submesh of the cluster
-    devices   1  x | 1 | 2        all of whose devices are used
+    devices   1  x | 1 | 2        the submeshes use all devices of the cluster
 
 A micro-batch takes t_i on stage i, forward and backward together. The first one passes all stages,
 and after that the slowest sets the pace. So a step of B micro-batches takes
 
     T = sum t_i + (B - 1) max t_i
 
-That is not a sum over stages, which a dynamic program could minimise. But for a given t_max it is:
+T is not a sum over stages, which a dynamic program could minimise. For a given t_max it is one:
 
     F(s, k, d; t_max)   least sum of t_i for the layers from k on, in s stages on d devices, each of
                         which takes at most t_max: the least over j and n of
                         t(k..j on n devices) + F(s - 1, j + 1, d - n; t_max)
 
 So every t that occurs is tried as t_max, in increasing order. Once B t_max alone takes as long as
-the best plan so far, no later one can be better. Both programs are that of
-`pipelab.optimize.cut.intervals`; what is left to the stages from k on are s stages and d devices.
+the best plan so far, no later one can be better. A first program finds the smallest t_max. Both are
+that of `pipelab.optimize.cut.intervals`; the stages from k on have s stages and d devices left.
 
-A stage holds its weights, their gradients and the optimizer's state, whatever the schedule does,
-and for each micro-batch in flight its activations. How many are in flight depends on the schedule,
-and on how many stages follow: with 1F1B s on the s-th stage from the end, with GPipe all B.
+Whatever the schedule, a stage holds its weights, their gradients and the optimizer's state, plus
+activations for each micro-batch in flight. How many are in flight depends on the schedule and on
+how many stages follow: with 1F1B, s on the s-th stage from the end; with GPipe, all B.
 """
 
 from collections.abc import Callable
@@ -37,10 +37,10 @@ from pipelab.pipeshard.arrays import PipeshardError
 class StageTable:
     """The costs of each possible stage: arrays with an entry per (first layer, last layer, choice).
 
-    A choice is a submesh and how it is used. All numbers are of one device.
+    A choice is a submesh and how it is used. All costs are of one device.
 
-    devices     per choice, the devices of the submesh
-    seconds     forward and backward of a micro-batch; infinite where a stage is not possible
+    devices     per choice, how many devices the submesh has
+    seconds     forward and backward of a micro-batch; infinite if the stage is impossible
     held        bytes that are always held
     activation  bytes that each micro-batch in flight adds
     """
@@ -92,7 +92,7 @@ def best_stages(
 
     Raises PipeshardError if nothing fits, and says what would.
 
-    Layers that take 1, 2, 3 and 4, on meshes that are faster by the root of their devices:
+    Layers that take 1, 2, 3 and 4; a mesh of n devices is sqrt(n) times as fast as one device:
 
     >>> work, ends = np.array([1, 2, 3, 4]), range(1, 5)
     >>> costs = np.array([[work[i:j].sum() or np.inf for j in ends] for i in range(4)])
@@ -122,7 +122,7 @@ def best_stages(
     # [2] every t_max from there on
     found = Stages([], np.inf)
     for slowest in np.unique(seconds[(seconds >= least) & (seconds < np.inf)]):
-        # T is at least that: its sum has t_max in it once, too.
+        # T is at least this, since its sum of t_i includes t_max.
         if microbatches * slowest >= found.seconds:
             break
         limited = np.where(seconds <= slowest, seconds, np.inf)
@@ -136,7 +136,7 @@ def best_stages(
 def _solve(
     table: StageTable, devices: int, cost: np.ndarray, join: Join
 ) -> tuple[float, list[Choice]]:
-    """The least that the stages' costs join to, and the stages.
+    """The least joined cost of stages, and these stages.
 
     cost  [stages from here on, first layer, last layer, choice]
     """
@@ -154,7 +154,7 @@ def _solve(
                 program.fill(
                     (count, left), moves, lambda choice, rest: between[rest[0] + 1, choice]
                 )
-    # [3] Of any number of stages the one that joins to the least, on all devices.
+    # [3] Among all numbers of stages that use all devices, the one with the least cost.
     whole = [used for used in program.values if used[1] == devices]
     best = min(whole, key=program.value, default=(0, 0))
     return program.value(best), [Choice(a, b - 1, choice) for a, b, choice in program.stages(best)]
@@ -167,7 +167,7 @@ def _explain(
     memory: float,
     in_flight: Callable[[int], int],
 ) -> str:
-    """The fullest stage of the plan that needs the least memory."""
+    """The error: it names the fullest stage of the plan that needs the least memory."""
     count = len(stages)
     sizes = [needs[count - s][each] for s, each in enumerate(stages)]
     s = int(np.argmax(sizes))

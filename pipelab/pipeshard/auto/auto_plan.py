@@ -1,4 +1,4 @@
-"""A plan that was found, with the profiles that it was found by."""
+"""A plan that a search found, with the profiles behind it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ class AutoPlan(ManualStages):
     """Stages that could have been written by hand, and the reasons for them.
 
     chosen        a profile per stage
-    every         () -> the profiles of all stages that were possible
-    possible      how many these are
+    every         () -> the profiles of all possible stages
+    possible      how many of these there are
     seconds       of a train step, by these profiles: T = sum t + (micro-batches - 1) max t
     microbatches
     machine       its memory is the limit, and its seconds are modelled
@@ -41,17 +41,17 @@ class AutoPlan(ManualStages):
     def profiles(self) -> tuple[StageProfile, ...]:
         """The profiles of all possible stages.
 
-        The search does not need some of them. These are compiled on first use.
+        Those that the search did not need are compiled on first use.
         """
         return self.every()
 
     @property
     def logical_mesh_shapes(self) -> list[Shape]:
-        """Per stage its devices as (data, model)."""
+        """The mesh shape (data, model) of each stage."""
         return [stage.logical for stage in self.chosen]
 
     def estimate(self, layers: Sequence[Sequence[int]], meshes: Sequence[Shape]) -> float:
-        """Seconds of a train step with other stages on these meshes (data, model).
+        """Seconds of a train step with these stages on these meshes (data, model).
 
         Raises KeyError for a stage that was not profiled.
         """

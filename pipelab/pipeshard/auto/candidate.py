@@ -1,11 +1,11 @@
 """A possible stage: some layers in a row, how a mesh divides it, and what it costs.
 
 Running the search of `sharding` for every possible stage would take many times as long as all
-profiles. So it runs for single layers, only along "model", and once for equal layers; a stage of
-several layers divides each parameter as its layer does.
+profiles. So it runs only for single layers and along "model", and only once for equal layers. A
+stage of several layers divides each parameter as that parameter's layer does.
 
 On accelerators the times are measured. Host devices of a CPU share its cores, so measured times
-would say nothing about a machine with as many devices: there the cost model gives them.
+would say nothing about a machine with as many devices. There, the cost model gives the times.
 """
 
 import math
@@ -41,13 +41,14 @@ Cache = MutableMapping[str, Any]
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
 ROUNDS = 5  # of measured times
 REDUCTION = 2  # its place among the costs of a stage
-EXHAUSTIVE = 30  # assignments of a layer; beyond, one parameter after another
+EXHAUSTIVE = 30  # assignments of a layer; beyond that, one parameter after another
 
 
 class StageCandidate:
     """Some layers in a row, as a stage of the problem.
 
-    stages, s  the layers of what is before it, of itself, and of what is after it; which it is
+    stages  the layers before it, its own, and those after it, as up to three stages
+    s       the number of its own stage among these
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class StageCandidate:
     @cached_property
     def reads(self) -> tuple[Variables, Variables, Variables]:
         """Its parameters, what else is the same for all micro-batches, and its data."""
-        # To cut the loss takes much longer, and most runs of many layers are never compiled.
+        # Cutting the loss would take much longer, and most runs of many layers are never compiled.
         if not self._parts:
             return self.graph.parameters, self.graph.fixed, self.graph.data
         several = zip(*(part.reads for part in self._parts), strict=True)
@@ -93,8 +94,8 @@ class StageCandidate:
     def text(self) -> str:
         """Its equations, with variables named in their order: equal blocks have equal texts."""
         graph = self.graph
-        # A derivative of the user's own is in the backward alone, and another one's result beside
-        # the loss in the forward alone.
+        # A custom derivative shows only in the backward, a result beside the loss only in the
+        # forward.
         shapes = map(spec_of, (*graph.arguments, *graph.outputs))
         passes = jax.make_jaxpr(partial(both_passes, graph, self.problem.trains))(*shapes)
         return re.sub(r" at 0x[0-9a-f]+", "", f"{graph.whole.jaxpr} {passes}")  # of functions
@@ -127,15 +128,15 @@ class Placed:
         return NamedSharding(self.mesh, spec)
 
     def compile(self, runs: bool) -> CompiledStage:
-        """To run, or only to look at what it costs."""
-        # The others say what the stage has to send and to receive; they are not compiled.
+        """Compile it to run, or only to see its cost."""
+        # The other stages tell what this one sends and receives; they are not compiled.
         each = self.candidate
         graphs = list(each.graphs)
         graphs[each.s] = self.graph
         kinds: tuple[Kind, ...] = (Kind.B,) if each.problem.trains else (Kind.F,)
         if not each.problem.trains:
             graphs = [graph.forward_only for graph in graphs]
-        # The passes differ between meshes in the user's sharding constraints alone.
+        # Only the user's sharding constraints make the passes differ between meshes.
         constrained = any(contains(eqn, [CONSTRAINT]) for eqn in each.graph.equations)
         shard = each.problem.shard(self.mesh.shape["data"])
         build = partial(
@@ -167,9 +168,9 @@ class Placed:
 
 
 def remembered(memory: Cache, key: Any, find: Callable[[], Any]) -> Any:
-    """The value of a cache under a key; else what `find` returns, which it keeps from now on.
+    """The value of a cache under a key; if there is none, what `find` returns, which it then keeps.
 
-    A file may be damaged, or one that two processes wrote at once: a value has its key beside it.
+    A file may be damaged, or written by two processes at once, so the key is kept beside the value.
     """
     name = digest(key)
     try:
@@ -206,7 +207,7 @@ def candidates(problem: StageProblem) -> Iterator[StageCandidate]:
     for first in range(problem.layers):
         for last in range(first, problem.layers):
             parts = [each for each in single[first : last + 1] if each]
-            if len(parts) == last - first + 1:  # so has each run of layers that all have work
+            if len(parts) == last - first + 1:  # a run has work if all its layers have
                 yield StageCandidate(problem, first, last, parts) if last > first else parts[0]
             elif last > first and _has_work(run := StageCandidate(problem, first, last)):
                 yield run
@@ -225,8 +226,7 @@ def operator_specs(
 ) -> Specs:
     """The best division found of a layer's parameters over a mesh (1, model).
 
-    known  of some of them, from equal parts of other layers
-
+    known  the divisions of some of them, from equal parts of other layers
     """
     here, graph, trains = Placed(layer, mesh, {}), layer.graph, layer.problem.trains
     parameters, whole_spec = graph.parameters, PartitionSpec()
@@ -246,7 +246,7 @@ def operator_specs(
             mesh,
             machine,
             choices=[*map(choices, parameters), *[unsharded] * others],
-            # What crosses to other stages is whole, and a gradient lies as its parameter.
+            # What crosses to other stages is whole; a gradient is divided as its parameter.
             outputs=lambda *specs: (
                 [whole_spec] * len(graph.outputs if trains else graph.made),
                 list(specs[: len(parameters)]) if trains else [],
@@ -256,7 +256,7 @@ def operator_specs(
             limit=EXHAUSTIVE,
             progress=False,  # the planner has a bar of its own
         )
-        # The first of the table may be too large: which stages fit is for the planner to say.
+        # The table's first may be too large: the planner decides which stages fit.
         return found.table[0].specs[: len(parameters)]
 
     # Which division is the best depends on the machine as well: its links against its FLOPs.
@@ -267,9 +267,9 @@ def operator_specs(
 
 
 def siblings(graph: StageGraph) -> list[Any]:
-    """Per parameter a key, equal where the same is done with them and the same beside.
+    """Per parameter a key, equal for those with the same operations and the same other operands.
 
-    Such are the projections to queries, keys and values, and parameters that are all added.
+    Examples are the projections to queries, keys and values, and parameters that are all added.
     """
     uses: dict[Var, list[Any]] = {p: [p.aval] for p in graph.parameters}
     for eqn in graph.equations:
@@ -280,7 +280,7 @@ def siblings(graph: StageGraph) -> list[Any]:
 
 
 def roles(layer: StageCandidate) -> dict[Any, Var]:
-    """Parameters of a layer by what is done with them: equal parts of layers have equal roles."""
+    """A layer's parameters by their uses: equal parts of layers have equal roles."""
     graph, uses = layer.graph, dict[Var, list[Any]]()
     for eqn in graph.equations:
         for i, v in enumerate(eqn.invars):
@@ -312,7 +312,7 @@ class StageProfile:
     parameter_bytes
     held_bytes        with any schedule: parameters, their gradients, the optimizer's state, the
                       batch, and a pass's temporary memory
-    activation_bytes  kept for its backward, of each micro-batch in flight
+    activation_bytes  kept for the backward, for each micro-batch in flight
     available_bytes   for activations: the device's memory less `held_bytes`
     """
 
@@ -339,9 +339,9 @@ class StageProfile:
 class Findings(NamedTuple):
     """What compiling a stage shows, on one device.
 
-    costs        of the forward, of the backward and of the reduction, if there are these
+    costs        of the forward, the backward and the reduction, as far as the stage has them
     activations  bytes that a forward leaves for its backward
-    seconds      of each, if they are measured
+    seconds      of each, if measured
     """
 
     costs: list[Cost]
@@ -352,8 +352,8 @@ class Findings(NamedTuple):
 class Runs:
     """All runs of layers on one mesh, and what compiling them shows.
 
-    Where equal layers follow each other, what is modelled is the sum of that of each two
-    neighbours, less what is in two of these; so 24 equal blocks take no longer than four:
+    Where equal layers follow each other, modelled costs are summed over all pairs of neighbours,
+    less the layers that two pairs share. So planning 24 equal blocks takes no longer than four:
 
         a b b c    |  a b  +  b b  +  b c  -  b  -  b
     """
@@ -405,8 +405,8 @@ def _joined(pairs: list[Findings], inner: list[Findings], once: float) -> Findin
 
     pairs  of each layer and the next
     inner  of each layer but the first and the last
-    once   the share of the parameters in these that are not there a second time: layers that are
-           no neighbours may share some, whose gradients are added up over devices once
+    once   the bytes of the run's parameters over those summed from the pairs: layers that are not
+           neighbours may share parameters, whose gradients are reduced only once
     """
     activations = sum(each.activations for each in pairs)
     activations -= sum(each.activations for each in inner)
@@ -421,8 +421,8 @@ def _joined(pairs: list[Findings], inner: list[Findings], once: float) -> Findin
             sums[name] -= sum(getattr(each, name) for each in twice)
         if i == REDUCTION:
             sums |= {name: sums[name] * once for name in ("flops", "ring_bytes")}
-        # What a pass takes beside its arguments is that of one layer after the other; only what a
-        # forward leaves is there for all of them.
+        # Beside its arguments, a pass needs memory for one layer at a time; only what a forward
+        # leaves is held for all layers.
         beside = [each.peak_bytes - each.argument_bytes for each in several]
         if i == 0:
             left = [each.activations for each in pairs]
@@ -438,7 +438,7 @@ def profile_stage(
     """The profile of a stage.
 
     found  by compiling it
-    state  parameter -> how many of the optimizer's arrays have its shape, divided as it is
+    state  parameter -> how many of the optimizer's arrays belong to it, and are divided as it is
     """
     # [1] How long it takes.
     costs, activations, seconds = found
@@ -454,8 +454,8 @@ def profile_stage(
     if problem.trains:
         held += parameters + sum(share(p) * state[p] for p in weights)
     held += sum(map(share, fixed)) + problem.method.microbatches * sum(map(share, data))
-    # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
-    # are counted for each micro-batch in flight.
+    # A pass also needs its outputs and temporary arrays. The activations among the forward's
+    # outputs are counted apart, for each micro-batch in flight.
     beside = [cost.peak_bytes - cost.argument_bytes for cost in costs[:2]]
     held += max(0, beside[0] - activations, *beside[1:])
     return StageProfile(
@@ -487,7 +487,7 @@ def _examine(stage: Placed, measured: bool) -> Findings:
 
 
 def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
-    """Median seconds of a forward, a backward and the reduction, if there is one, of ones."""
+    """Median seconds of a forward, a backward and the reduction, if any, on arrays of ones."""
     graph = stage.candidate.graph
     arguments = ones(list(map(stage.spec, graph.arguments)))
     forward = partial(compiled.forward, *arguments)
@@ -500,13 +500,13 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
     sums = compiled.zeros()
 
     def backward() -> Any:
-        nonlocal sums  # in whose place the new ones are made
+        nonlocal sums  # the new ones take their place
         sums, *others = compiled.backward(sums, operands)
         return sums, others
 
     programs: list[Callable[[], Any]] = [forward, backward]
     if total := compiled.total:
-        # It gives up the sums, so each turn needs new ones: that is in its time.
+        # It donates the sums, so each turn makes new ones, which its time includes.
         programs.append(lambda: total(compiled.zeros()))
     return [median(seconds) for seconds in in_turn(programs, ROUNDS)]
 

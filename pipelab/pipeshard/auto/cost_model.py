@@ -1,4 +1,4 @@
-"""The cost of a compiled program, and the seconds that a machine takes for it: one formula."""
+"""The cost of a compiled program, and a formula for the seconds that it takes a machine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +9,8 @@ from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.auto.hlo import collectives, device_count
 
-# Constants of a model, not of your computer: a host device as one core of a laptop. What counts for
-# a plan are their ratios: a byte costs as much as 20 FLOPs, a collective as a million.
+# Constants of a model, not of your computer: a host device counts as one core of a laptop. Only
+# their ratios matter to a plan: a byte costs as much as 20 FLOPs, a collective as a million.
 HOST = Machine("host device", 20e9, memory=4e9, bandwidth=1e9, share=1.0, latency=50e-6)
 
 
@@ -21,10 +21,10 @@ class Cost:
     devices          that run it together
     flops            of each
     ring_bytes       that each sends if every collective is a ring
-    collectives      that it takes part in
-    argument_bytes   of its part of the arguments
-    output_bytes     of its part of the outputs
-    peak_bytes       at most at once
+    collectives      that each takes part in
+    argument_bytes   of each one's part of the arguments
+    output_bytes     of each one's part of the outputs
+    peak_bytes       the most that each holds at once
     """
 
     devices: int
@@ -37,9 +37,9 @@ class Cost:
 
     @classmethod
     def of(cls, compiled: Any, repeats: float = 1.0) -> "Cost":
-        """The cost of what `jax.jit(...).lower(...).compile()` returned, for any device.
+        """The cost of what `jax.jit(...).lower(...).compile()` returned, for any kind of device.
 
-        repeats  how many times the FLOPs that XLA counts, which counts a scan's body once: see
+        repeats  factor on the FLOPs that XLA counts, since it counts a scan's body once: see
                  `flops.repeats`
         """
         text = compiled.as_text()
@@ -60,8 +60,8 @@ class Cost:
     def seconds(self, machine: Machine) -> float:
         """flops / R + ring bytes / beta + collectives x alpha.
 
-        R is what a device reaches, beta the bytes/s of its slowest link, alpha the seconds of a
-        collective whatever its size. Model: nothing overlaps, and memory takes no time.
+        R is the FLOP/s that a device reaches, beta the bytes/s of its slowest link, alpha a
+        collective's latency. Model: nothing overlaps, and memory accesses take no time.
 
         >>> machine = Machine("two", 100, memory=1e3, bandwidth=10, share=0.5, latency=0.25)
         >>> Cost(2, 50, 20, 2, 0, 0, 0).seconds(machine)
@@ -77,9 +77,9 @@ class Cost:
 
 
 def machine_of(device: Any = None) -> Machine:
-    """The named machine with devices of this kind (jax's first one unless given).
+    """The named machine with devices of this kind (default: jax's first device).
 
-    Raises PipeshardError if no machine has such devices.
+    Raises PipeshardError if no named machine has such devices.
     """
     device = jax.devices()[0] if device is None else device
     if device.platform == "cpu":

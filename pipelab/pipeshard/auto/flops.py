@@ -21,11 +21,11 @@ def flops(eqn: JaxprEqn, as_xla: bool = False) -> float:
 
     A matrix product or a convolution counts two for each pair that it multiplies; an elementwise
     operation one for each element of its largest operand or result; a pure move of numbers none. A
-    scan counts its body as often as it runs, a branch its most expensive case. A `while` counts
-    once, since its trips are unknown. What a function of scalars combines, as `reduce` does, counts
-    that function once for each element.
+    scan counts its body as often as it runs, a conditional its most expensive branch. A `while`
+    counts its body once, since its trips are unknown. An equation that combines elements with a
+    function of scalars, as `reduce` does, counts that function once for each element.
 
-    as_xla  a scan's body as often as it is written out, as XLA's own analysis counts
+    as_xla  count a scan's body as often as it is unrolled, as XLA's own analysis does
 
     >>> import jax
     >>> jaxpr = jax.make_jaxpr(lambda x, w: x @ w)(jax.numpy.ones((2, 3)), jax.numpy.ones((3, 5)))
@@ -38,10 +38,10 @@ def flops(eqn: JaxprEqn, as_xla: bool = False) -> float:
         shape = shape_of(eqn.invars[0])
         return 2.0 * size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
     if name == "conv_general_dilated":
-        # Each output is a product with the kernel's part for it, without the output features.
+        # Each output element takes a product with the kernel's part for its output feature.
         kernel = eqn.invars[1]
         features = shape_of(kernel)[eqn.params["dimension_numbers"].rhs_spec[0]]
-        zeros = math.prod(eqn.params["lhs_dilation"])  # of this many entries one is not zero
+        zeros = math.prod(eqn.params["lhs_dilation"])  # of this many entries only one is nonzero
         return 2.0 * size(eqn.outvars[0]) * size(kernel) / max(features, 1) / zeros
     # What it runs inside: a loop's body, branches, the function of a custom derivative.
     inner = [total(jaxpr.eqns, as_xla) for jaxpr in jaxprs_in_params(eqn.params)]
@@ -62,6 +62,6 @@ def total(equations: Iterable[JaxprEqn], as_xla: bool = False) -> float:
 
 
 def repeats(equations: Equations) -> float:
-    """How many times the FLOPs that XLA counts, which counts a scan's body once."""
+    """The true FLOPs over those that XLA counts, since it counts a scan's body once."""
     counted = total(equations, as_xla=True)
     return total(equations) / counted if counted else 1.0

@@ -4,7 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
-# Of a ring of n devices, the bytes that each sends, as a share of the bytes of its result.
+# Bytes that each of n devices in a ring sends, as a share of its result's bytes.
 RING = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -32,7 +32,7 @@ class Collective(NamedTuple):
     kind   as HLO names it
     bytes  of its result, on each device
     group  devices that take part together
-    times  that it runs: more than 1 inside of a loop
+    times  that it runs: more than 1 inside a loop
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> list[Collective]:
-    """Those of an HLO module, in the order of its text; a started one is not counted when done.
+    """The collectives of an HLO module, in text order; an asynchronous one counts at its start.
 
     A loop's body appears once in the text. If XLA knows the trips, as for a scan, it writes their
     number there; otherwise the loop counts once. Every branch of a conditional counts.
@@ -86,7 +86,7 @@ def device_count(text: str) -> int:
 
 
 def _bytes(kind: str, bits: str, sizes: str) -> int:
-    """The bytes of an array; the number in its type's name is its bits, pred takes a byte."""
+    """The bytes of an array; the first number in its type's name is its bits. pred takes a byte."""
     items = math.prod(int(size.strip("<=")) for size in sizes.split(",") if size)
     return math.ceil(items * int(bits or 8) / 8)
 
@@ -100,7 +100,7 @@ def _group(line: str, text: str) -> int:
         replica_groups=mesh['a'=2,'b'=4] {'b'}          along axes of a mesh, or
         replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}     along a part of one: before it 1, itself 2
 
-    A permutation has pairs instead; there is no group then, and none is needed.
+    A permutation has pairs instead of groups, and needs no group.
     """
     if named := re.search(r"replica_groups=@?mesh\w*\[([^]]*)\] ?{([^}]*)}", line):
         sizes = dict(re.findall(r"'?(\w+)'?=(\d+)", named[1]))
@@ -114,7 +114,7 @@ def _group(line: str, text: str) -> int:
 
 
 def _times(called: dict[str, tuple[str, int]], computation: str) -> int:
-    times = 1  # of a loop inside a loop: the product of their trips
+    times = 1  # for a loop inside a loop: the product of their trips
     while computation in called:
         computation, trips = called[computation]
         times *= trips

@@ -3,14 +3,14 @@
     equations 0 ................................ E - 1
     layers    |    0    |    1    |    2    |
 
-A layer C(i, k), equations i to k, receives what equations before i made and it reads. Of all ways
-to make L layers with FLOPs of at most (1 + delta) / L of the whole, those are taken whose largest
-layer's receipts are the smallest:
+The layer of equations i to k receives C(i, k) bytes: those that it reads and equations before i
+made. Among all cuts into L layers, each with at most (1 + delta) / L of all FLOPs, take those in
+which the most that a layer receives is the smallest:
 
     G(k, r) = min over i of max(G(i - 1, r - 1), C(i, k))      (`pipelab.optimize.cut.intervals`)
 
-There are many of those, since all that is received is often the same array between any two blocks.
-Of them the one with the smallest sum of squared FLOPs is taken: the most even one.
+There are many of those, since often the same array crosses between any two blocks. Of these, take
+the one with the smallest sum of squared FLOPs: the most even one.
 """
 
 from dataclasses import dataclass
@@ -46,30 +46,30 @@ class AutoLayers:
     def __call__(self, loss: Graph, parameters: Variables, batch: Variables) -> list[int]:
         """The numbers of the equations that begin a layer, except the first.
 
-        Raises PipeshardError if no layers keep to that limit of FLOPs.
+        Raises PipeshardError if no layers keep to the limit of FLOPs.
         """
         work = np.array([flops(eqn) for eqn in loss.equations])
         if len(work) < self.n:
             raise PipeshardError(
                 f"AutoLayers(n={self.n}): the loss has {len(work)} equations: ask for fewer layers"
             )
-        # [1] FLOPs between two cuts a and b, and what the equations between them receive; infinite
-        #     where there are none.
+        # [1] FLOPs between two cuts a and b, and bytes that the equations between them receive;
+        #     infinite where there are none.
         shares = sums(work)
         received = np.where(np.isinf(shares), np.inf, receipts(loss, parameters, batch))
-        # [2] The least that the largest layer receives, without layers of too many FLOPs.
+        # [2] The smallest maximum that a layer receives, if none has too many FLOPs.
         limit = (1 + self.delta) * work.sum() / self.n * (1 + 1e-9)
         allowed = np.where(shares <= limit, received, np.inf)
         least, _ = split_intervals(lambda layer: allowed, self.n)
         if np.isinf(least):
             raise self._too_uneven(loss, work, shares)
-        # [3] Of all that receive no more, the most even.
+        # [3] Of all cuts whose layers receive no more, the most even.
         squares = np.where(allowed <= least, shares**2, np.inf)
         _, counts = split_intervals(lambda layer: squares, self.n, np.add)
         return np.cumsum(counts[:-1]).tolist()
 
     def _too_uneven(self, loss: Graph, work: np.ndarray, shares: np.ndarray) -> PipeshardError:
-        # The largest layer of the most even ones, in units of an equal share.
+        # How far the largest layer of the most even cut exceeds an equal share.
         most, _ = split_intervals(lambda layer: shares, self.n)
         needed = most * self.n / work.sum() - 1
         largest = loss.equations[work.argmax()]
@@ -93,10 +93,10 @@ class AutoLayers:
 
 
 def receipts(loss: Graph, parameters: Variables, batch: Variables) -> np.ndarray:
-    """C: per cuts (a, b), bytes that the equations between them read and that those before a made.
+    """C: per pair of cuts (a, b), bytes made before a and read by the equations between a and b.
 
-    What does not depend on both the parameters and the batch is not counted: the cut computes it
-    wherever it is needed.
+    Values that do not depend on both the parameters and the batch are not counted: the cut computes
+    them wherever they are needed.
 
         x made by equation 2, read by 4 and 7:  received between a and b for  2 < a <= 4 < b
                                                                          and  4 < a <= 7 < b

@@ -28,8 +28,8 @@ class AutoStages:
     A dynamic program chooses among all runs of layers on all possible submeshes, with data
     parallelism, operator parallelism or both. Each run is compiled for one device, and for a
     submesh if it might be chosen there (`auto.profiles`), unless an equal one is already compiled.
-    Of equal layers in a row, at most two are compiled, and modelled seconds of more are added up
-    (`candidate.Runs`).
+    Of equal layers in a row, at most two are compiled; the modelled seconds of more are sums of
+    these (`candidate.Runs`).
 
     machine   its memory is the limit, and its seconds are modelled: a `Machine`, or a name in
               MACHINES; "here" is the one with these devices (`auto.cost_model.machine_of`).
@@ -44,7 +44,7 @@ class AutoStages:
               Planning again with it compiles nothing; `shelve.open(path)` keeps one in a file.
               Default: this object's own
 
-    The model or measurement covers stages' compute with the collectives inside. Transfers between
+    The seconds include the stages' compute and the collectives inside them. Transfers between
     stages cost nothing, as in Alpa.
     """
 
@@ -60,23 +60,21 @@ class AutoStages:
         schedule, m = method.schedule, method.microbatches
         if not isinstance(schedule, str) or make(schedule, 1, m, virtual=method.virtual).stages > 1:
             raise PipeshardError(
-                "stages='auto' finds the number of stages, and gives every mesh one: instead of a "
+                "stages='auto' finds the number of stages, and gives each mesh one: instead of a "
                 f"table or {schedule!r}, name a schedule with one stage per mesh, such as 'gpipe' "
                 "or 'zb_h1', or give ManualStages"
             )
         devices, hosts = self._devices(method.pool)
         machine = self._machine(devices[0])
-        method.table_for(
-            1, problem.trains
-        )  # what is wrong with the schedule is said before all that follows
+        method.table_for(1, problem.trains)  # report a faulty schedule before the long search
         profiles = self._profiles(problem, devices, hosts, machine)
 
-        # Micro-batches that a stage holds, by the stages from it to the last one: the table's own.
+        # Micro-batches that a stage holds, by the number of stages from it to the last one.
         @cache
         def in_flight(remaining: int) -> int:
             return make(schedule, remaining, m).peak_in_flight[0]
 
-        # [1] The best stages by what is known and by limits of all else, until it is known.
+        # [1] The best stages by known profiles and bounds of others, until all its own are known.
         missing = profiles.places[:1]
         while missing:
             profiles.look(missing)
@@ -85,7 +83,7 @@ class AutoStages:
                 table = profiles.table()
                 found = best_stages(table, len(devices), m, machine.memory, in_flight)
                 missing = profiles.open(found.stages)
-            except PipeshardError:  # to say what comes closest needs all of them
+            except PipeshardError:  # naming the closest plan needs all profiles
                 if not (missing := profiles.open()):
                     raise
         chosen = profiles.of(found.stages)
@@ -144,10 +142,10 @@ class AutoStages:
 def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> list[Any]:
     """Per stage its devices as (data, model).
 
-    In their order; larger submeshes first where there are several hosts, so that none lies across
-    the border of two.
+    Devices are taken in order. If there are several hosts, larger submeshes come first, so that
+    none straddles a border between hosts.
     """
-    # Powers of two and whole hosts, the largest first: each begins where a multiple of it ends.
+    # Powers of two and whole hosts, the largest first: each begins at a multiple of its size.
     order = list(range(len(chosen)))
     if hosts > 1:
         order.sort(key=lambda s: -math.prod(chosen[s].submesh))
@@ -159,7 +157,7 @@ def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> li
     return meshes
 
 
-# ---- the optimizer's state lies as the parameter that it belongs to
+# ---- the optimizer's state is divided as the parameter that it belongs to
 
 
 def _spec(

@@ -1,13 +1,13 @@
-"""What possible stages cost, found as far as a plan may need it.
+"""The costs of possible stages, found only as far as a plan may need them.
 
-A stage on one device needs no collective. What it takes there limits what more devices can gain:
+A stage on one device needs no collective. Its seconds there bound what more devices can gain:
 
     on d x k devices (data, model) a stage takes at least
     compute / d        + the sum of the gradients over d devices, once a batch     parameters whole
     compute / (d k)    + that sum + the latency of one collective                  or divided
 
-So every stage is compiled for one device, and for a larger mesh only where a plan that counts these
-limits has a stage on such a mesh. A plan none of whose stages is a limit is the best there is.
+So every stage is compiled for one device, and for a larger mesh only if the best plan by these
+bounds has a stage on such a mesh. Once that plan uses no bound, no plan is better.
 """
 
 import math
@@ -45,7 +45,7 @@ Place = tuple[Shape, Shape]  # a submesh (hosts, devices of each), and as (data,
 
 
 class Profiles:
-    """The profiles of every run of layers in every place; each is found when it is asked for.
+    """The profiles of every run of layers in every place; each is found on first use.
 
     runs    of layers that can be stages
     places  where they can be; the first is a single device
@@ -72,7 +72,7 @@ class Profiles:
         self.problem, self.machine, self.measured, self.memory = problem, machine, measured, memory
         self.count, self.runs = len(devices), list(candidates(problem))
         self.places = list(_places(devices, hosts, problem.samples, operator))
-        # A process compiles for devices of its own, as far as there are enough of them.
+        # A process compiles for its own devices first, if there are enough.
         here = jax.process_index()
         self.devices = sorted(devices, key=lambda device: device.process_index != here)
         self._state = _state_of_parameters(problem)
@@ -90,7 +90,7 @@ class Profiles:
         return self._known[run.layers, place]
 
     def every(self) -> tuple[StageProfile, ...]:
-        """All of them, those that no plan needs too."""
+        """All profiles, including those that no plan needs."""
         with jax.set_mesh(NO_MESH):  # they may be asked for long after the plan is made
             return tuple(self.profile(*each) for each in product(self.runs, self.places))
 
@@ -99,7 +99,7 @@ class Profiles:
         for place in places:
             wanted = [run for run in self.runs if self._useful(run, place)]
             if place == self.places[0]:
-                wanted = self.runs  # limits of all else come of these
+                wanted = self.runs  # all bounds come from these
             elif place[1][1] > 1:
                 self.divided  # noqa: B018  before the bar counts profiles
             self.problem.bar.phase("profiles", len(wanted))
@@ -108,12 +108,12 @@ class Profiles:
                 self.problem.bar.step()
 
     def of(self, stages: Sequence[Choice]) -> list[StageProfile]:
-        """Those of a plan's stages, which are known."""
+        """The profiles of a plan's stages, which must be known."""
         places = self.places
         return [self._known[(each.first, each.last), places[each.choice]] for each in stages]
 
     def open(self, stages: Sequence[Choice] | None = None) -> list[Place]:
-        """The places, of these stages or of all, of which limits alone are known."""
+        """The places of these stages (default: of all) with bounds instead of profiles."""
         pairs = [(run, place) for place in self.places for run in self.runs]
         if stages is not None:
             wanted = {((s.first, s.last), self.places[s.choice]) for s in stages}
@@ -126,10 +126,10 @@ class Profiles:
         return list(dict.fromkeys(unknown))
 
     def table(self) -> StageTable:
-        """What is known, and limits of all else."""
+        """Known profiles, and bounds for all else."""
         layers = self.problem.layers
         held, activation, seconds = np.zeros((3, layers, layers, len(self.places)))
-        seconds[:] = np.inf  # of what is no stage of any plan
+        seconds[:] = np.inf  # where no plan has a stage
         for (c, place), run in product(enumerate(self.places), self.runs):
             at = (*run.layers, c)
             if known := self._known.get((run.layers, place)):
@@ -141,14 +141,14 @@ class Profiles:
         return StageTable(counts, seconds, held, activation)
 
     def _useful(self, run: StageCandidate, place: Place) -> bool:
-        """Whether the other devices can have the other layers."""
+        """Whether the other devices can take the other layers."""
         (first, last), left = run.layers, self.count - math.prod(place[0])
         others = (first > 0) + (last < self.problem.layers - 1)
         return others <= left and (others > 0 or not left)
 
     def _limit(self, run: StageCandidate, place: Place) -> float:
-        """Seconds of a micro-batch that a run takes at least."""
-        if self.measured:  # a larger mesh may gain more than its number, as its caches do
+        """A lower bound on a run's seconds for a micro-batch."""
+        if self.measured:  # n devices may be more than n times as fast, thanks to their caches
             return 0.0
         alone, (data, model) = self.profile(run, self.places[0]), place[1]
         compute, link = alone.forward + alone.backward, self.machine.link(data * model)
@@ -165,9 +165,9 @@ class Profiles:
 
     @cached_property
     def divided(self) -> Specs:
-        """How each layer divides its parameters; a shared one lies as its first layer says."""
+        """How each layer divides its parameters; for a shared one, the first layer decides."""
         most = max(model for _, (_, model) in self.places)
-        # Layers of which there are most come first: others that have parts like theirs follow them.
+        # The most frequent layers come first; others with equal parts follow them.
         divided, known = dict[Var, PartitionSpec](), dict[Any, PartitionSpec]()
         layers = [run for run in self.runs if run.layers[0] == run.layers[1]] if most > 1 else []
         bar = self.problem.bar
@@ -205,7 +205,7 @@ def _places(devices: Sequence[Any], hosts: int, samples: int, operator: bool) ->
 
 def _fitting(divided: Specs, each: StageCandidate, mesh: Mesh) -> Specs:
     """How the parameters of a run of layers are divided over a mesh."""
-    # What was divided over more devices may not divide over these, or over fewer.
+    # A division over the largest mesh may not be possible on this one.
     return {
         p: spec
         for p in each.reads[0]

@@ -6,7 +6,7 @@
                                   P(None, "model")    [4096, 256] each, by columns
 
 Every array has such choices, and a candidate is one choice for each array. XLA compiles a candidate
-for arrays that need not exist, and adds the collectives that it takes. The compiled program has a
+for arrays that need not exist, and adds the collectives that it needs. The compiled program has a
 `Cost`, which the machine's formula turns into seconds. Up to a limit, all candidates are tried;
 beyond it, one array after another is improved until none can be.
 """
@@ -105,8 +105,8 @@ class Candidate:
         return fmean(self.seconds) if self.seconds else None
 
     def rank(self, machine: Machine) -> tuple[float, ...]:
-        """Bytes too many for the machine, then seconds, then bytes: the least is the best."""
-        # What fits counts by its seconds; of what does not, the one that lacks least comes first.
+        """Bytes over the machine's memory, then seconds, then bytes: the least is the best."""
+        # Candidates that fit rank by seconds; of the others, the one that lacks least comes first.
         excess = max(0.0, self.cost.peak_bytes - machine.memory)
         return excess, self.predicted, self.cost.peak_bytes
 
@@ -155,7 +155,7 @@ class Search:
         return self.program.compile((candidate or self.best).specs)
 
     def measure(self, candidates: Iterable[Candidate], rounds: int = 7) -> "Search":
-        """The same search with the seconds of these, in turn, on arrays of ones."""
+        """The same search with these candidates timed, in turns, on arrays of ones."""
         chosen = [each.specs for each in candidates]
         found = dict(zip(chosen, self.program.timed(chosen, rounds), strict=True))
         table = [replace(each, seconds=found.get(each.specs, each.seconds)) for each in self.table]
@@ -206,18 +206,18 @@ def search_sharding(
 ) -> Search:
     """The best assignment of a mesh's axes to the dimensions of a program's arrays.
 
-    fun        of trees of arrays, pure
+    fun        a pure function of trees of arrays
     arguments  for it: arrays, or jax.ShapeDtypeStruct, since nothing is computed
-    machine    its seconds count; default: the named one with these devices
+    machine    whose seconds are modelled; default: the named one with these devices
     choices    the choices for an array: `anywhere`, or one function per argument, such as
                [over_model, over_data] for (parameters, batch): data parallelism on a mesh of (4, 1)
                devices along "data" and "model", operator parallelism on (1, 4), both on (2, 2)
     outputs    the results' shardings: a function that takes specs for `fun`'s arrays and returns
                those of the results, None if the compiler may choose: `lambda weights, batch: (None,
                weights)` for a loss and gradients sharded as the weights. Default: it chooses
-    tied       per array a key: those with equal keys, of one shape, get the same choice
-    limit      up to this many candidates, all are tried. Beyond, one array after another gets its
-               best choice while the others stay, until nothing improves
+    tied       per array a key: arrays with equal keys, of one shape, get the same choice
+    limit      up to this many candidates, all are tried. Beyond that, one array after another gets
+               its best choice while the others stay, until nothing improves
     progress   whether to show a bar of candidates; default: in a terminal or a notebook
 
     >>> import numpy as np
@@ -238,11 +238,11 @@ def search_sharding(
         wanted = list(many)
         new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
         bar = Bar("shardings", len(new), shown=progress if new else False)
-        with bar, ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
+        with bar, ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no Python lock
             for specs, cost in zip(new, pool.map(program.cost, new), strict=True):
                 found[specs] = Candidate(specs, cost, cost.seconds(machine))
                 bar.step()
-        # Also of what was tried before: a sweep asks again for where it stands.
+        # Some were tried before: a sweep asks for its current assignment again.
         return min(wanted, key=lambda specs: found[specs].rank(machine))
 
     possible = math.prod(len(options[group[0]]) for group in groups)
@@ -266,7 +266,7 @@ def _options(program: Sharded, choices: Choices | Sequence[Choices]) -> list[lis
 
 
 def _groups(keys: Sequence[Any]) -> list[list[int]]:
-    """The positions of equal keys, by the first of them."""
+    """The positions of equal keys, in order of first appearance."""
     return [[i for i, k in enumerate(keys) if k == key] for key in dict.fromkeys(keys)]
 
 
@@ -291,11 +291,11 @@ def _descend(
         -,model   whole     0.40 s          the first array's best of 3
         -,model   model     0.25 s          the second's; another sweep changes nothing: the end
 
-    No array's change alone is better then; that of two together may be.
+    Then no change of one array or group is better, though one of two together may be.
     """
-    # The largest arrays decide most; what they leave open, the smaller ones follow.
+    # The largest arrays decide most; the smaller ones follow.
     order = sorted(groups, key=lambda group: -sum(sizes[i] for i in group))
-    # Whole may be a dead end of its own: to divide one array alone can cost more than it saves.
+    # All whole may be a dead end: dividing one array alone can cost more than it saves.
     for start in (0, -1):
         here: Specs = tuple(choices[start] for choices in options)
         before = None

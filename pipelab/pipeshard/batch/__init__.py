@@ -1,13 +1,13 @@
-"""A batch in micro-batches: when they add up to it, and what they draw at random.
+"""A batch in micro-batches: whether they add up to the batch, and what they draw at random.
 
-It is proved from the equations, before there is data. A trial on the first batches would be less
-code, but pass a loss that ignores padding, or clips large values, if these batches have none.
+The proof uses the equations, before there is data. A trial on the first batches would be less code,
+but would pass a loss that ignores padding, or clips large values, if these batches have none.
 
-tags          what a value is to the batch
-primitives    what is known of jax's own operations, and what they run inside
+tags          how a value relates to the batch
+primitives    what is known about jax's own operations, and what they run inside
 indexing      gathers and scatters: whether a row of indices is one sample's
-rules         by which one equation treats samples
-reduction     the same of a whole loss and of its derivatives
-draws         random numbers of each micro-batch's own
+rules         how one equation treats samples
+reduction     how a whole loss and its derivatives do
+draws         each micro-batch's own random numbers
 microbatches  how the results of micro-batches are combined
 """

@@ -1,13 +1,13 @@
 """Random numbers: every micro-batch draws its own if their shape grows with the batch.
 
-The number of a micro-batch is folded in at the draw:
+A draw folds the micro-batch's number into its key:
 
-    key ---- split ---- fold_in(number) ---- random_bits    a mask: (8, 5), of 32 samples (32, 5)
+    key ---- split ---- fold_in(number) ---- random_bits    a mask: (8, 5), for 32 samples (32, 5)
                 \\
-                 `--------------------------- random_bits    features: (4, 4), of 32 samples, too
+                 `--------------------------- random_bits    features: (4, 4), for 32 samples, too
 
-What is drawn in one shape for all sizes of batch stays as it was written. So do keys, unless they
-are split into one for each sample, and what is drawn from keys of the samples' own.
+A draw stays as written if its shape is the same for every batch size, or if every sample has its
+own key. So does a split of keys, unless it makes one key per sample.
 """
 
 from collections.abc import Callable
@@ -37,18 +37,18 @@ from pipelab.pipeshard.batch.primitives import CHECKPOINTS, DRAWS
 from pipelab.pipeshard.batch.tags import axes_of
 
 BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
-# An equation that draws, the same for another size of batch, the micro-batch's number and the
-# equation's operands -> results
+# (an equation that draws, the same one at another batch size, the micro-batch's number, the
+# equation's operands) -> its results
 Draw = Callable[[JaxprEqn, JaxprEqn, Any, Arrays], Arrays]
 
 
 def draw_own(eqn: JaxprEqn, _: JaxprEqn, number: Any, operands: Arrays) -> Arrays:
-    """A `Draw` of numbers of the micro-batch's own.
+    """A `Draw` that gives each micro-batch its own numbers.
 
-    With the step's key, all micro-batches would draw the same dropout mask.
+    With the step's key alone, all micro-batches would draw the same dropout mask.
     """
     key, *others = operands
-    # There may be several keys: each is folded by itself.
+    # There may be several keys: fold each of them.
     return single(eqn).run(jnp.vectorize(jax.random.fold_in)(key, number), *others)
 
 
@@ -59,12 +59,12 @@ def _bodies(eqn: JaxprEqn) -> list[Graph]:
 
 
 def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom]]:
-    """The graph with every draw that grows made by `draw`; its last input is the number for that.
+    """The graph with `draw` for every draw that grows; its last input is the micro-batch's number.
 
-    twin  the same function for another size of batch
+    twin  the same function at another batch size
 
-    Returns the new graph, and what stands in it for variables of the old one: nothing where no draw
-    grows. Raises PipeshardError where that cannot be done, or the two draw in other places.
+    Returns the new graph, and its replacements for variables of the old one: none if no draw grows.
+    Raises PipeshardError if a draw cannot be replaced, or the two graphs draw in different places.
     """
     number = Var(jax.typeof(np.uint32(0)))
     equations: list[JaxprEqn] = []
@@ -73,7 +73,7 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
     mine, theirs = ([e for e in g.equations if contains(e, DRAWS)] for g in (graph, twin))
     if [e.primitive for e in mine] != [e.primitive for e in theirs]:
         raise PipeshardError(
-            "the loss draws different random numbers for another size of batch: write it the same "
+            "the loss makes different random draws for another size of batch: write it the same "
             "for every size"
         )
     twins = iter(theirs)
@@ -84,7 +84,7 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
         if new is None:
             equations.append(eqn)
             continue
-        # Traced anew, with the number as one more operand; what it made has other variables then.
+        # Trace it anew, with the number as one more operand. Its results get new variables.
         operands = [number, *eqn.invars]
         traced = jax.make_jaxpr(lambda n, *xs, new=new: new(n, list(xs)))(*map(spec_of, operands))
         part = inline(traced, operands, eqn)
@@ -96,7 +96,7 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
 
 
 def _again(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn) -> Callable[[Any, Arrays], Arrays] | None:
-    """An equation with the draws in it made by `draw`; None where none of them grows."""
+    """An equation with `draw` for the draws in it; None if none of them grows."""
     if eqn.primitive.name in DRAWS:
         made, key = (eqn.outvars[0], twin.outvars[0]), (eqn.invars[0], twin.invars[0])
         return partial(draw, eqn, twin) if axes_of(made) and not axes_of(key) else None
@@ -107,11 +107,11 @@ def _again(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn) -> Callable[[Any, Arrays],
 
 
 def _inside(eqn: JaxprEqn, graphs: list[Graph], number: Any, xs: Arrays) -> Arrays:
-    """An equation that runs others, which are these now, on its operands."""
+    """Run an equation on its operands, with these graphs for the functions inside it."""
     name, params = eqn.primitive.name, eqn.params
-    # [1] Its functions close over the number.
+    # [1] The functions close over the number.
     functions = [lambda *xs, graph=graph: graph.run(*xs, number) for graph in graphs]
-    # [2] The same around these. Operands are constants first, then what is carried, then slices.
+    # [2] The same primitive around them. Its operands: constants, then the carry, then slices.
     if name in CHECKPOINTS:
         options = {key: params[key] for key in ("policy", "prevent_cse")}
         return jax.checkpoint(functions[0], **options)(*xs)
@@ -147,7 +147,7 @@ def draw_in_pieces(m: int, whole: JaxprEqn, piece: JaxprEqn, _: Any, operands: A
     """The draws of an equation for the batch, as if each of m micro-batches drew its own."""
     key, *others = operands
     parts = []
-    for k in range(m):  # other operands may be of samples, such as the shape parameters of gamma
+    for k in range(m):  # other operands may be per sample, such as gamma's shape parameters
         mine = [jnp.vectorize(jax.random.fold_in)(key, np.uint32(k))]
         for x, v, w in zip(others, whole.invars[1:], piece.invars[1:], strict=True):
             axes = axes_of((v, w))

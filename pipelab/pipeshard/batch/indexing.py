@@ -1,13 +1,13 @@
 """What a gather or scatter does to samples: whether each row of the indices is one sample's own.
 
-    x[jnp.arange(n), labels], of x with shape (n, 10): one number of each sample
+    x[jnp.arange(n), labels], for x of shape (n, 10): one number of each sample
 
         indices (n, 2)     0  labels[0]      column 0 says which row of x: dimension 0, the samples
                            1  labels[1]      column 1 says which entry of it: dimension 1
                            2  labels[2]
                            .  ...
 
-Row i of the result is of sample i, because column 0 counts the samples.
+Row i of the result belongs to sample i, because column 0 counts the samples.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,12 @@ from pipelab.pipeshard.batch.tags import FIXED, Known, Pair, Pairs, Tag, join
 
 
 class Indexing(NamedTuple):
-    """Dimensions that a gather or scatter treats in its own way, named alike for both.
+    """Dimensions that a gather or scatter treats specially, under one name for both.
 
-    batch          of the operand that go along with some of the indices
-    indices_batch  the indices' dimensions that these go along with
-    columns        per column of the indices, the operand's dimension that it is a place in
-    single         of the operand, of which one entry is taken or written
+    batch          the operand's dimensions that are paired with some of the indices'
+    indices_batch  the indices' dimensions in these pairs
+    columns        per column of the indices, the operand's dimension that it indexes
+    single         the operand's dimensions of which one entry is taken or written
     """
 
     batch: tuple[int, ...]
@@ -54,19 +54,19 @@ class Indexing(NamedTuple):
 def indexes_own(
     known: Known, eqn: JaxprEqn, ins: Pairs, axes: list[int | None], indices: Tag
 ) -> tuple[bool, Tag]:
-    """Whether a gather or scatter keeps samples apart, and what its indices are to the batch.
+    """Whether a gather or scatter keeps samples apart, and the tag of its indices.
 
     ins      its operands: what is indexed, the indices, what a scatter writes
     axes     the samples' dimension of each
-    indices  the tag of the indices as they are
+    indices  the tag of all columns of the indices
 
-    A column that counts the samples is known to be in its place, so that it mixes nothing: the
-    indices are then what their other columns are.
+    A column that counts the samples points each sample at itself, so it mixes nothing. The indices
+    then have the tag of their other columns.
     """
     dimensions = Indexing.of(eqn)
     axis, indices_axis, *written = axes
-    # [1] Samples along the columns would be places in different dimensions of the operand; and a
-    #     scatter of, or into, what is no samples mixes them.
+    # [1] Samples along the columns would index different dimensions of the operand. A scatter
+    #     mixes samples unless both what it writes and what it writes into have their dimension.
     if indices_axis == len(shape_of(eqn.invars[1])) - 1 or (written and None in (axis, written[0])):
         return False, indices
     # [2] The samples' dimension of the operand is not indexed.
@@ -77,7 +77,7 @@ def indexes_own(
         return indices_axis == beside, indices
     if axis not in dimensions.columns:
         return indices_axis is None, indices
-    # [3] It is indexed: every sample has to find itself there, and be taken alone.
+    # [3] It is indexed: every sample must index itself, and nothing else.
     if indices_axis is None:
         return False, indices
     parts = known.parts.get(ins[1][0], [(ins[1], indices)])
@@ -91,7 +91,7 @@ def _others(
 ) -> tuple[bool, Tag]:
     """Whether column `wanted` of the indices counts the samples, and the tag of the other columns.
 
-    parts  what the indices are joined of, column by column, with the tag of each
+    parts  the arrays joined into the indices, column by column, with the tag of each
     axis   the samples' dimension of the indices
     """
     tags, column = [FIXED], 0
@@ -109,6 +109,6 @@ def _counts(known: Known, column: Pair, axis: int) -> bool:
     """Whether a column of indices, whose last dimension is 1, is 0, 1, 2, ... along `axis`."""
     if column not in known:
         return False
-    # Both sizes have to count: one sample has 0 anyway.
+    # Check both sizes: the column of a single sample may be 0 by chance.
     moved = [np.moveaxis(np.asarray(x), axis, -1) for x in known.values(column)]
     return all((x == np.arange(x.shape[-1])).all() for x in moved)

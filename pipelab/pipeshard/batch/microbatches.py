@@ -1,4 +1,4 @@
-"""A batch in micro-batches: what their results add up to."""
+"""A batch in micro-batches: how their results combine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class How(Enum):
     MEAN = "mean"
     SUM = "sum"
     JOIN = "join"  # one after another: a value per sample
-    LAST = "last"  # the same for all
+    LAST = "last"  # the same in all
 
 
 add_arrays = jax.jit(add)  # a quarter of the time of + on arrays
@@ -37,7 +37,7 @@ BY_DEGREE: dict[float, How] = {0: How.MEAN, 1: How.SUM}  # how a reduced value g
 
 @dataclass(frozen=True)
 class Combine:
-    """How a result of the whole batch comes of those of the micro-batches.
+    """How the micro-batches' results combine into the batch's.
 
     axis  the samples' dimension, if they are joined
     """
@@ -55,9 +55,10 @@ class Combine:
 
 
 def share_of(combine: list[Combine], m: int) -> float:
-    """The weight of the loss of one of m micro-batches in that of the batch.
+    """The weight of one micro-batch's loss, of m, in the batch's loss.
 
-    The gradient begins with it: a rule that bounds a sample's gradient, say, sees the batch's own.
+    The backward starts from it. So a custom derivative that, say, bounds a sample's gradient sees
+    the same gradient as in the whole batch.
     """
     return 1 / m if combine[0].how is How.MEAN else 1
 
@@ -68,15 +69,15 @@ Combined = tuple[list[Combine], dict[Var, int], bool]
 def combinations(
     step: Callable, arguments: Arguments, piece: TracedStep, whole: TracedStep, method: Pipeshard
 ) -> Combined:
-    """Per result of the loss how it is combined; the batch's dimension of each variable; exactness.
+    """How each result of the loss combines; the batch's dimension of each variable; exactness.
 
     piece, whole  the step of one micro-batch and of the batch
 
-    It is exact if the micro-batches add up to the batch. Raises PipeshardError if a result is
-    neither a mean nor a sum over the batch, nor one value per sample.
+    Exact: the micro-batches add up to the batch. Raises PipeshardError if a result is neither a
+    mean nor a sum over the batch, nor one value per sample.
     """
     m, samples = method.microbatches, arguments.samples // method.microbatches
-    # What grows with the batch shows in two traces of unequal sizes.
+    # Two traces of unequal sizes show what grows with the batch.
     if m == 1:
         try:
             twice = trace(step, arguments, 2 * samples)
@@ -90,7 +91,7 @@ def combinations(
     except PipeshardError as error:
         if samples > 1:
             raise
-        # Is it the batch, or that one sample is treated otherwise than two are?
+        # Does the loss fail at every size, or only treat one sample differently from two?
         pair = trace(step, arguments, 2)
         _combined(pair, trace(step, arguments, 4), (2, 4), method.reduce)
         raise PipeshardError(
@@ -120,9 +121,10 @@ def _combined(
 def gradient_of(
     loss: Graph, share: float = 1, trains: bool = True
 ) -> Callable[[Arrays, Arrays], Arrays]:
-    """[loss, *aux, *gradients] of a loss, by its first inputs, of these and of the others.
+    """(parameters, others) -> [loss, *aux, *gradients by the parameters].
 
-    share   of the loss that the gradients are of
+    loss    takes the parameters first, then the others
+    share   the gradients are those of this share of the loss
     trains  whether there are gradients
     """
     if not trains:
@@ -130,7 +132,7 @@ def gradient_of(
 
     def value(parameters, others):
         out = loss.run(*parameters, *others)
-        # Differentiated is the share; what is returned is the loss as it is.
+        # Differentiate the share, but return the loss as it is.
         return share * out[0], out
 
     def gradient(parameters, others):
@@ -145,8 +147,9 @@ def in_pieces(
 ) -> Arrays:
     """[loss, *aux, *gradients] of a batch, accumulated over its micro-batches on one device.
 
-    step    of a micro-batch; its `loss` may have the micro-batch's number as its last input
-    values  of the step's arguments, of the batch
+    step    of a micro-batch
+    loss    of a micro-batch; its last input may be the micro-batch's number
+    values  the step's arguments, of the whole batch
     """
     known = dict(zip(step.arguments, values, strict=True))
     count = len(step.parameters)
@@ -156,11 +159,11 @@ def in_pieces(
     for k in range(m):
         inputs = []
         for v in loss.inputs[count:]:
-            # What is no argument of the step is the micro-batch's number.
+            # An input that is not an argument of the step is the micro-batch's number.
             x = known.get(v, np.uint32(k))
             inputs.append(jnp.split(x, m)[k] if v in step.batch else x)
         pieces.append(gradient(parameters, inputs))
-    # Each gradient is of the micro-batch's share of the loss already: these are summed.
+    # Each gradient is already of the micro-batch's share of the loss, so sum them.
     how = [*combine, *[Combine(How.SUM)] * len(step.gradients)]
     columns = zip(*pieces, strict=True)
     return [each.apply(list(xs)) for each, xs in zip(how, columns, strict=True)]
@@ -172,7 +175,7 @@ def _of_loss(tag: Tag, reduce: str | None) -> Combine:
     known = BY_DEGREE.get(tag.degree) if tag.role is Role.REDUCED else None
     if known and reduce and known is not How(reduce):
         raise PipeshardError(
-            f"reduce={reduce!r}, but the loss is a {known.value} over the batch: leave reduce out"
+            f"reduce={reduce!r}, but the loss is a {known.value} over the batch: omit reduce"
         )
     if known or reduce:
         return Combine(known or How(reduce))
@@ -193,12 +196,12 @@ def _of_aux(name: str, tag: Tag, atom: Atom, axis: int | None, reduce: str | Non
         return Combine(BY_DEGREE[tag.degree])
     elif reduce and tag.role is not Role.SAMPLES and is_inexact(atom):
         return Combine(How.MEAN)
-    # Who has a masked mean beside the loss is not helped by how to write one as the loss.
+    # What follows ";" tells how to write a masked mean as the loss. For aux it is no help.
     why = f" ({tag.why.partition(';')[0]})" if tag.why else ""
     if name == WEIGHT:
         raise PipeshardError(
             f"the weight of the loss is neither a mean nor a sum over the batch{why}: weigh by a "
-            "sum, such as that of a mask, or by a function of that number alone"
+            "sum over the batch, such as a mask's, or by a function of that sum alone"
         )
     raise PipeshardError(
         f"{name}, shape {shape_of(atom)}, is neither a mean nor a sum "

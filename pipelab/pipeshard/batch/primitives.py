@@ -1,7 +1,6 @@
-"""What is known of jax's primitives: which ones add, draw or move, what they mix and what they run.
+"""Facts about jax's primitives: which ones add, draw or move, what they mix and what they run.
 
-Of a primitive that the tables here do not name nothing is assumed: it mixes samples, if it is given
-any.
+A primitive that these tables do not name is assumed to mix samples, if it is given any.
 """
 
 from collections import Counter
@@ -27,7 +26,7 @@ from pipelab.jax.jaxpr import (
 from pipelab.pipeshard.arrays import dtype_of, is_inexact, shape_of
 from pipelab.pipeshard.batch.tags import Pairs
 
-# Parameters that shapes show, too.
+# Parameters that the shapes show, too.
 SIZES = ("shape", "new_sizes", "slice_sizes", "limit_indices", "reps")
 
 
@@ -37,7 +36,7 @@ def _names(text: str) -> frozenset[str]:
 
 ADD = _names("add sub add_any select_n concatenate pad stack scatter-add")  # sums or choices
 PRODUCTS = _names("mul dot_general conv_general_dilated")
-INDEX = {"select_n": 0, "scatter-add": 1}  # of what adds, the operand that only chooses
+INDEX = {"select_n": 0, "scatter-add": 1}  # the operand that only chooses what is added
 
 # the result grows with the batch as the first operand does
 KEEP = _names(
@@ -48,7 +47,7 @@ KEEP = _names(
     """
 )
 
-DRAWS = {"random_bits", "random_gamma", "random_split"}  # of a key, their first operand
+DRAWS = {"random_bits", "random_gamma", "random_split"}  # from a key, their first operand
 RANDOM = DRAWS | {f"random_{name}" for name in ("fold_in", "wrap", "unwrap", "seed", "clone")}
 
 ELEMENTWISE = """
@@ -61,14 +60,14 @@ ELEMENTWISE = """
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
     sub tan tanh xor zeta
 """
-# A slice keeps samples apart that lie in a dimension of which it takes all: sizes are compared.
+# A slice keeps samples apart if it takes all of their dimension: `rules` compares sizes.
 MOVES = "broadcast_in_dim squeeze transpose stack slice dynamic_slice dynamic_update_slice"
 
-# ---- of operands with n dimensions, those whose entries an equation mixes, moves or leaves out
+# ---- the dimensions, of an operand's n, whose entries an equation mixes, moves or drops
 
 
 def _windows(params: Mapping[str, Any], n: int) -> list[int]:
-    """All dimensions but those whose windows are one entry each, side by side."""
+    """All dimensions except those whose windows are single entries, side by side."""
     windows = zip(
         params["window_dimensions"],
         params["window_strides"],
@@ -98,24 +97,24 @@ MIXING = {name: dimensions for names, dimensions in _BY_NAMES.items() for name i
 
 
 def rounds(eqn: JaxprEqn) -> bool:
-    """Whether integers are made that are not in proportion to what they are made of."""
+    """Whether an equation makes integers that are not proportional to its operands."""
     name, into = eqn.primitive.name, dtype_of(eqn.outvars[0])
     if jnp.issubdtype(into, jnp.inexact):
         return False
-    if name == "convert_element_type":  # a float is cut off, a number becomes true or false
+    if name == "convert_element_type":  # a float is truncated, a number becomes true or false
         source = dtype_of(eqn.invars[0])
         return jnp.issubdtype(source, jnp.inexact) or not jnp.issubdtype(into, jnp.number)
     return name == "div"
 
 
 def contracts(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
-    """Whether a product of matrices is a sum over the samples."""
+    """Whether a matrix product sums over the samples."""
     (left, right), _ = eqn.params["dimension_numbers"]
     return axes[0] in left and axes[1] == right[left.index(axes[0])]
 
 
 def keeps_apart(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
-    """Whether an equation keeps samples apart that lie along these dimensions of its operands."""
+    """Whether an equation keeps apart the samples along these dimensions of its operands."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         # x[n, i] w[i, j]: n is not contracted. q[n, i, d] k[n, j, d]: n is a batch dimension of
@@ -127,9 +126,9 @@ def keeps_apart(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
     if name == "conv_general_dilated":
         batch = params["dimension_numbers"].lhs_spec[0]
         return axes == [batch, None] and params["batch_group_count"] == 1
-    if name == "triangular_solve" and axes[0] is None:  # each right side is solved by itself
+    if name == "triangular_solve" and axes[0] is None:  # each right-hand side is solved alone
         return axes[1] != len(shape_of(eqn.invars[1])) - (2 if params["left_side"] else 1)
-    # What is written into samples has to be of samples: its place is fixed, not each sample's own.
+    # Only samples may be written into samples: all of them have one place, not each its own.
     if name not in MIXING or (name == "dynamic_update_slice" and None in axes[:2]):
         return False
     mixing = MIXING[name]
@@ -140,9 +139,9 @@ def keeps_apart(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
 
 
 def same_parameters(a: JaxprEqn, b: JaxprEqn) -> bool:
-    """Whether equations at two sizes differ in their shapes at most.
+    """Whether an equation's parameters at two sizes differ in shapes at most.
 
-    Functions and jaxprs are looked at elsewhere, if at all.
+    Functions and jaxprs are compared elsewhere, if at all.
     """
     for key, x in a.params.items():
         y = b.params.get(key)
@@ -155,9 +154,10 @@ def same_parameters(a: JaxprEqn, b: JaxprEqn) -> bool:
 
 # ---- what equations run inside: a loop's body, a branch, the backward of a custom derivative
 
-ADDS = {"add": 2, "add_any": 2, "sub": 1}  # how many operands it keeps as they are
+ADDS = {"add": 2, "add_any": 2, "sub": 1}  # how many operands enter with a plus sign
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
-# What only runs the function in one of its parameters; first, what has a derivative of its own.
+# Primitives that only run the function in one of their parameters: those with a custom derivative,
+# then all.
 CUSTOM = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
@@ -168,9 +168,9 @@ Graphs = tuple[Graph, Graph]  # one function at both sizes
 
 
 def body_of(a: JaxprEqn, b: JaxprEqn, function: Callable, outside: Pairs) -> Graphs:
-    """The programs that two equations run inside, by a `function` of their parameters.
+    """The programs that two equations run inside; `function` finds each in the parameters.
 
-    Its first inputs are these variables outside.
+    outside  the variables that their first inputs are
     """
     small, large = ([pair[i] for pair in outside] for i in (0, 1))
     return inline(function(a.params), small, a), inline(function(b.params), large, b)
@@ -178,7 +178,7 @@ def body_of(a: JaxprEqn, b: JaxprEqn, function: Callable, outside: Pairs) -> Gra
 
 def only_adds(body: Graph, count: int) -> bool:
     """Whether a scan's body only adds to its carry, of `count` values, or subtracts from it."""
-    # [1] What a conversion to the same type makes, as of a weak one, is what it is made of.
+    # [1] Skip conversions to the same type, such as from a weak one.
     names: dict[Var, Atom] = {}
     equations = []
     for eqn in (renamed(eqn, names) for eqn in body.equations):
@@ -188,7 +188,7 @@ def only_adds(body: Graph, count: int) -> bool:
         else:
             equations.append(eqn)
     outputs = substitute(body.outputs, names)
-    # [2] Nothing else reads it, or its sums.
+    # [2] Nothing else may read the carry or its sums.
     sums = {
         eqn.outvars[0]: eqn.invars[: ADDS[eqn.primitive.name]]
         for eqn in equations
@@ -198,7 +198,7 @@ def only_adds(body: Graph, count: int) -> bool:
     for v, out in zip(body.inputs, outputs[:count], strict=False):
         if isinstance(out, Literal) or out not in sums or v not in sums[out]:
             return False
-        # A second reader could make anything of a sum that is not complete.
+        # A second reader could make anything of an incomplete sum.
         if (read[v], read[out]) != (1, 1):
             return False
     return True
@@ -209,7 +209,7 @@ def pullback(eqn: JaxprEqn) -> Graph:
     function = single(eqn)
     operands = [spec_of(atom) for atom in eqn.invars]
 
-    # Keys and whole numbers have no gradient: jax's are of a type without numbers.
+    # Keys and integers have no gradient: jax takes and gives one of type float0.
     def pull(operands, cotangents):
         results, back = jax.vjp(function.run, *operands)
         given = iter(cotangents)

@@ -1,15 +1,15 @@
 """Is the loss a mean over the batch? Read off its equations, traced for two sizes of batch.
 
-A value is *fixed* (it knows nothing of the samples), *samples* (each of its entries is of one
-sample), or *reduced*: a sum over the samples of something that each of them makes alone, plus
-something fixed. Its degree says how it grows with the number of samples n: a sum has degree 1, and
-what is divided by n one less. A mean is reduced, of degree 0; the mean of the micro-batches' means
-is then the batch's own.
+A value is *fixed* (independent of the samples' values), *samples* (each entry belongs to one
+sample), or *reduced*: a sum over the samples of something that each makes alone, plus something
+fixed. Its degree says how it grows with the number of samples n: a sum has degree 1, and dividing
+by n subtracts one. So a mean is reduced, of degree 0, and the mean of the micro-batches' means is
+the batch's own.
 
     x: samples --> (x - y)**2: samples --> sum: reduced, degree 1 --> / n: reduced, degree 0
 
-Anything else is *mixed*: a maximum over the batch, a square root of a mean, a position in the
-batch, and whatever an equation makes of samples that is not known here to keep them apart.
+Anything else is *mixed*: a maximum over the batch, the square root of a mean, a position in the
+batch, and any result of an equation that is not known to keep samples apart.
 """
 
 from operator import itemgetter
@@ -54,11 +54,11 @@ from pipelab.pipeshard.batch.tags import (
 
 
 class Reductions:
-    """Tags of the variables of a loss traced at two batch sizes, by the variables of the first.
+    """Tags of the variables of a loss traced at two batch sizes.
 
-    axes  variable -> the dimension that is the batch's
+    axes  variable of the smaller trace -> the batch's dimension
 
-    Raises PipeshardError where the two have other equations.
+    Raises PipeshardError if the two traces have different equations.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Reductions:
         self._tags: dict[Pair, Tag] = {}
         self._small: dict[Var, Var] = {}  # the larger one's variable -> the smaller one's
         self._known = Known(sizes)
-        self._derived = True  # whether gradients are taken of what we are at
+        self._derived = True  # whether the current equations are differentiated
         tags = [Tag(Role.SAMPLES) if v in batch else FIXED for v in small.inputs]
         self._run((small, large), tags)
 
     def of(self, pair: Pair) -> Tag:
         """The tag of a variable or a number at both sizes."""
-        # A number in one trace where the other has a variable: the code looks at the size.
+        # A number in one trace, a variable in the other: the loss's code depends on the size.
         literals = [isinstance(atom, Literal) for atom in pair]
         if all(literals):
             return self._known.tag(pair)
@@ -83,7 +83,7 @@ class Reductions:
         return self._tags[pair]
 
     def axis_of(self, pair: Pair) -> int | None:
-        """The dimension in which micro-batches can be joined: samples follow each other in it."""
+        """The dimension to join micro-batches along: samples lie one after another in it."""
         tag, axes = self.of(pair), axes_of(pair)
         axis = axes[0] if axes else None
         if axis is None or tag.role is Role.FIXED or not tag.inner:
@@ -113,7 +113,7 @@ class Reductions:
                 self._known.arrays[pair] = small.consts[pair[0]], large.consts[pair[1]]
                 tag = self._known.tag(pair)
             self._note(pair, tag)
-        # [2] Equations, which have to be the same.
+        # [2] Equations, which must be the same.
         self._go_through(small.equations, large.equations)
         # [3] Outputs.
         return list(map(self.of, paired(small.outputs, large.outputs)))
@@ -121,11 +121,11 @@ class Reductions:
     def _go_through(self, small: Equations, large: Equations) -> None:
         """Go through the equations of both sizes, side by side.
 
-        They are the same, but that a single sample is not made many:
+        They must be the same, except that a single sample need not be broadcast:
 
             1 sample                     2 samples
             a = mul x 2                  a = mul x 2
-                                         b = broadcast_in_dim a       left out of the other one
+                                         b = broadcast_in_dim a       left out on the other side
             c = add a y                  c = add b y
         """
         waiting = iter(small)
@@ -145,14 +145,14 @@ class Reductions:
             raise self._unequal()
 
     def _is_left_out(self, eqn: JaxprEqn, following: JaxprEqn | None) -> bool:
-        """Whether it makes one sample many, so that jax has no such equation for a single one.
+        """Whether it only broadcasts a sample, so that jax omits it for a single one.
 
-        following  the next equation for a single one, which may be the same after all
+        following  the next equation for a single sample, which may be the same after all
         """
         theirs = variables(eqn.invars)
         if eqn.primitive.name != "broadcast_in_dim" or not theirs or self._known.sizes[0] > 1:
             return False
-        # What is made many is read in its place: it has as many dimensions, of which one grows.
+        # Its operand replaces its result, so it must have as many dimensions; one of them grows.
         mine = [self._small[v] for v in theirs]
         if following and following.primitive is eqn.primitive and following.invars == mine:
             return False
@@ -162,7 +162,7 @@ class Reductions:
         return len(axes_of((mine[0], eqn.outvars[0]))) == 1
 
     def _leave_out(self, eqn: JaxprEqn) -> None:
-        """The result of an equation that a single sample has not: there, it is its operand."""
+        """Note the result of an equation omitted for a single sample: there, it is the operand."""
         ins = [(self._small[v], v) for v in variables(eqn.invars)]
         pair = ins[0][0], eqn.outvars[0]
         self._tags[pair] = tag_of(self._known, eqn, eqn, ins, list(map(self.of, ins)), pair)
@@ -192,7 +192,7 @@ class Reductions:
             results = tags
         else:
             results = [tag_of(self._known, a, b, ins, tags, out) for out in outs]
-        # [2] What follows from the batch's size can be computed: that tells more than any rule.
+        # [2] Compute what follows from the batch's size: values tell more than any rule.
         if all(pair in self._known for pair in ins) and name not in RANDOM:
             self._known.add_results(a, b)
         if name == "concatenate" and a.params["dimension"] == len(shape_of(a.outvars[0])) - 1:
@@ -202,17 +202,17 @@ class Reductions:
                 tag = self._known.tag(pair, tag.why)
             self._note(pair, tag)
 
-    # ---- derivatives of the user's own
+    # ---- custom derivatives
 
     def _derivative(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, made: Tags) -> Tags:
-        """The tags of the results, if the gradient by them adds up, too, as the function does.
+        """The tags of the results, or mixed ones if the function's derivative does not add up.
 
         x of samples, w for all       the gradient by x is of samples, that by w is reduced
-        y = f(x, w) of samples        f's own rule makes these of the gradient by y
+        y = f(x, w) of samples        f's own rule must make these from the gradient by y
         """
         if any(tag.role is Role.MIXED for tag in (*tags, *made)):
             return made
-        # [1] What the gradients are by the results, and should be by the operands.
+        # [1] What the gradients by the results are, and what those by the operands should be.
         results = zip(paired(a.outvars, b.outvars), made, strict=True)
         outs = [(pair, tag) for pair, tag in results if is_inexact(pair[0])]
         given = [cotangent(tag, pair) for pair, tag in outs]
@@ -220,8 +220,8 @@ class Reductions:
             cotangent(tag, pair) for pair, tag in zip(ins, tags, strict=True) if is_inexact(pair[0])
         ]
         wanted = [*(tag for _, tag in outs), *by]
-        # [2] What the rule makes of them, which is not derived again; and the results, which it
-        #     may compute otherwise than the function does.
+        # [2] What the rule makes of them, without checking derivatives inside it; and its results,
+        #     which it may compute differently from the function.
         small, large = pullback(a), pullback(b)
         if any(contains(eqn, DRAWS) for eqn in small.equations):
             return [mixed(a, "draws random numbers in its derivative")] * len(made)
@@ -236,9 +236,9 @@ class Reductions:
         return [mixed(a, why)] * len(made)
 
     def misfit(self, graphs: Graphs, given: Tags, wanted: Tags) -> Tag | None:
-        """The tag of the first result of a derivative that is not as it should be, if there is one.
+        """The tag of a derivative's first result that is not as `wanted`, if there is one.
 
-        Where samples are added up, they have to be, or each has an equal part. Zeros do no harm.
+        Where a sum over the samples is wanted, n equal parts will do. Zeros do no harm.
         """
         small, large = graphs
         found = self.run_underived(graphs, given)
@@ -249,14 +249,14 @@ class Reductions:
         return None
 
     def run_underived(self, graphs: Graphs, tags: Tags) -> Tags:
-        """Go through what is a derivative itself, or is derived sample by sample."""
+        """`_run` for what is a derivative itself, or is differentiated sample by sample."""
         derived, self._derived = self._derived, False
         results = self._run(graphs, tags)
         self._derived = derived
         return results
 
     def _solve(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs) -> Tags:
-        """The primal of jnp.linalg.solve; that its derivative is its own is not looked at."""
+        """The results of jnp.linalg.solve, without a look at its custom derivative."""
         counts = a.params["const_lengths"]
         first = counts.matvec + counts.vecmat
         given = [*ins[first : first + counts.solve], *ins[sum(counts) :]]
@@ -273,10 +273,10 @@ class Reductions:
         carry, slices = ins[first : first + count], ins[first + count :]
         apart = self._one_by_one(ins[:first], carry, slices, tags)
         if not apart or not all(only_adds(graph, count) for graph in graphs):
-            why = "goes from sample to sample: return a value per sample, and add these up"
+            why = "goes from sample to sample: return a value per sample, and sum these"
             return [mixed(a, why)] * len(a.outvars)
         results = []
-        # Within one iteration there is one sample alone, and everything is fixed.
+        # An iteration has only one sample, so everything in it counts as fixed.
         for i, tag in enumerate(self.run_underived(graphs, [FIXED] * len(ins[first:]))):
             if tag.role is Role.MIXED:
                 results.append(tag)
@@ -287,9 +287,9 @@ class Reductions:
         return results
 
     def _one_by_one(self, fixed: Pairs, carry: Pairs, slices: Pairs, tags: Tags) -> bool:
-        """Whether a loop over the samples, such as lax.map, is given one of them at a time.
+        """Whether a loop over the samples, such as lax.map, takes them one at a time.
 
-        The carry begins as zeros, so that it can be a sum over them.
+        The carry must begin as zeros, so that it can be a sum over them.
         """
         known = all(tag.role in (Role.FIXED, Role.SAMPLES) and not tag.degree for tag in tags)
         beside = any(axes_of(pair) for pair in (*fixed, *carry))
@@ -310,8 +310,8 @@ class Reductions:
         results, condition = loop(carry)
         if condition == [FIXED]:
             return results
-        # A condition for each sample, which ends its own iterations (jax.vmap): whatever is
-        # carried is the sample's own, also what began alike in all.
+        # A condition per sample, which ends its own iterations (jax.vmap): every carried value is
+        # then the sample's own, even if it began the same for all.
         of_sample = samples(0, inner_of(carry))
         if all(axes_of(pair) == [0] for pair in begun) and len(inner_of(carry)) < 2:
             results, condition = loop([of_sample] * len(carry))
@@ -324,20 +324,20 @@ class Reductions:
         for i in range(len(a.params["branches"])):
             graphs = body_of(a, b, lambda params, i=i: params["branches"][i], ins[1:])
             found.append(self._run(graphs, []))
-        # Who knows which branch it is: the results have one tag in all of them, or none. The index
-        # may not depend on a sample.
+        # Any branch may run, so a result must have the same tag in all of them. The index must not
+        # depend on a sample.
         if tags[0] != FIXED:
             return [mixed(a)] * len(a.outvars)
         return [join(choices) or mixed(a) for choices in zip(*found, strict=True)]
 
     def _repeat(self, a: JaxprEqn, graphs: Graphs, tags: Tags, count: int) -> Tags:
-        """A loop whose carry is its first `count` inputs.
+        """The results of a loop whose carry is its first `count` inputs.
 
-        An iteration may make something else of the carry, such as samples of what was fixed: go
-        through the body again, until its results have the tags of its inputs.
+        An iteration may change the carry's tag, say from fixed to samples: go through the body
+        again, until its results have the tags of its inputs.
         """
         carry, others = tags[:count], tags[count:]
-        for _ in range(4):  # fixed, of samples, mixed: more changes than there are roles
+        for _ in range(4):  # fixed, samples, mixed: a tag changes less often than that
             results = self._run(graphs, [*carry, *others])
             pairs = zip(carry, results[:count], strict=True)
             carried = [join(pair) or mixed(a) for pair in pairs]
@@ -352,6 +352,6 @@ def _fits(tag: Tag, wanted: Tag) -> bool:
     if wanted.role is Role.SAMPLES:
         both = join([tag, wanted])
         return tag == wanted or (both is not None and both.role is Role.SAMPLES)
-    # Of a sum over the samples each may have an equal part.
+    # For a sum over the samples, equal parts of all will do.
     equal_parts = wanted == Tag(Role.REDUCED, 1) and tag == Tag(Role.FIXED, 1)
     return tag == wanted or equal_parts

@@ -1,14 +1,14 @@
-"""The rules by which one equation treats samples.
+"""The rules of how one equation treats samples.
 
-A rule looks at one result of an equation and says what its tag is, or leaves it to the next:
+A rule returns the tag of one result of an equation, or leaves the result to the next rule:
 
-    mixed     what is mixed stays so
-    fixed     what has nothing to do with the batch
-    random    every sample draws numbers of its own
-    reduced   a sum over the samples stays one under what is linear; what is unclear is mixed
-    summed    the batch's dimension goes: a sum over it
-    copied    it moves, or it comes, by copies alone
-    kept      it stays: all of it, with every sample by itself
+    mixed     what is mixed stays mixed
+    fixed     nothing depends on the batch
+    random    every sample draws its own numbers
+    reduced   a linear equation keeps a sum over the samples; what is unclear is mixed
+    summed    the batch's dimension is summed over
+    copied    the batch's dimension moves, or copies add it
+    kept      the batch's dimension stays whole, and samples stay apart
 """
 
 import math
@@ -48,7 +48,7 @@ from pipelab.pipeshard.batch.tags import (
 class Growth(NamedTuple):
     """How a result grows with the batch.
 
-    degree  with the number of samples; None where that has no answer
+    degree  as a power of the number of samples; None if there is no answer
     linear  whether a sum over samples stays one
     """
 
@@ -57,19 +57,19 @@ class Growth(NamedTuple):
 
 
 class Result:
-    """One result of an equation, at both sizes, with what the equation is given.
+    """One result of an equation, at both sizes, with the equation's operands.
 
-    eqn      the smaller one; `changed` if the other has other parameters, beside shapes
+    eqn      the smaller one; `changed` if the other differs in more than shapes
     ins      its operands, with their `tags`
     out      the result
-    made     its dimensions that grow with the batch; `read` those of each operand
+    made     the result's dimensions that grow with the batch; `read` those of each operand
     axes     per operand the first of these
-    grows    whether there are any
-    apart    whether it keeps samples apart
+    grows    whether there are any such dimensions
+    apart    whether the equation keeps samples apart
     inner    how samples lie in the operands
-    degree   of the result, or None where that has no answer
+    degree   of the result; None if there is no answer
     linear   whether a sum over samples stays one
-    unclear  whether something is not known that could change with the size
+    unclear  whether anything unknown could change with the size
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Result:
         self.read, self.made = [axes_of(pair) for pair in ins], axes_of(out)
         self.axes = [axes[0] if axes else None for axes in self.read]
         self.grows = bool(self.made or any(self.read))
-        # Of two such dimensions, as in x[:, None] * x[None], none is followed.
+        # An operand with two such dimensions, as in x[:, None] * x[None], is not followed.
         followed = all(len(axes) < 2 for axes in self.read)
-        # [2] What becomes of them.
+        # [2] What the equation does to them.
         self.tags = tags
         if self.name != "gather" and not self.name.startswith("scatter"):
             self.apart = keeps_apart(a, self.axes)
@@ -94,7 +94,7 @@ class Result:
             self.apart = False
         self.roles, self.inner = {tag.role for tag in self.tags}, inner_of(self.tags)
         self.degree, self.linear = self._growth()
-        # [3] Whether that is all there is to know.
+        # [3] Whether anything stays unclear.
         self.changed = not same_parameters(a, b)
         one_answer = followed and len(self.made) < 2 and len(self.inner) < 2
         self.unclear = self.changed or not one_answer or self.degree is None
@@ -102,16 +102,16 @@ class Result:
     def _growth(self) -> Growth:
         """Its degree, and whether a sum over the samples stays one.
 
-        total / n          degrees 1 and 1: the mean has 0, and is a sum of shares of samples
+        total / n          degrees 1 and 1: the mean has 0, and is a sum of the samples' shares
         total * 3          3 is fixed: the product is a sum, of degree 1
-        total * total      degree 2, and not a sum over the samples any more
-        total + total      both grow alike: so does what they make
-        sqrt(total)        nothing is known of it
+        total * total      degree 2, and no longer a sum over the samples
+        total + total      both grow alike, and so does the result
+        sqrt(total)        unknown
         """
         if self.name in PRODUCTS:
             return self._growth_of_product()
         if self.name == "triangular_solve":
-            # Of a fixed matrix and a right side the solution grows as the latter does.
+            # With a fixed matrix, the solution grows as the right-hand side does.
             return self._growth_as_operand(1)
         if (self.name in KEEP or self.name == "div") and not rounds(self.eqn):
             return self._growth_as_operand(0)
@@ -121,20 +121,20 @@ class Result:
 
     @property
     def _degrees(self) -> list[float]:
-        """Those of the operands."""
+        """The operands' degrees."""
         return [tag.degree for tag in self.tags]
 
     @property
     def _fixed(self) -> list[bool]:
-        """Whether each operand is fixed, and so no sum over the samples."""
+        """Whether each operand is fixed, and so not a sum over the samples."""
         return [tag.role is Role.FIXED for tag in self.tags]
 
     def _growth_of_product(self) -> Growth:
-        """Degrees add up; a product of two sums is no sum."""
+        """Degrees add up; a product of two sums is not a sum."""
         return Growth(sum(self._degrees), linear=any(self._fixed))
 
     def _growth_as_operand(self, main: int) -> Growth:
-        """The result is as operand number `main` is, if the others do nothing with the batch."""
+        """The result grows as operand number `main` does, if the others do not grow."""
         degree = self._degrees[main]
         others = [of for i, of in enumerate(self._degrees) if i != main]
         linear = all(of for i, of in enumerate(self._fixed) if i != main)
@@ -143,7 +143,7 @@ class Result:
         return Growth(None if any(others) else degree, linear)
 
     def _growth_of_sum(self) -> Growth:
-        """Operands that grow alike make what grows as they do; zeros grow as anything does."""
+        """If all operands grow alike, so does the result; zeros go with any growth."""
         chooser = INDEX.get(self.name)  # the operand that only chooses, if there is one
         linear = chooser is None or self._fixed[chooser]
         if not any(self._degrees):
@@ -159,14 +159,14 @@ class Result:
 
 
 def _mixed(result: Result) -> Tag | None:
-    # First, since for keys there is a better remedy to name.
+    # Keys first: their error names a better remedy.
     for pair, tag in zip(result.ins, result.tags, strict=True):
         of_size = tag.role is Role.MIXED or tag.degree
         if result.name in RANDOM and of_size and pair in result.known:
             return mixed(
                 result.eqn,
                 "makes a key from positions in the batch, or from its size: make one from the "
-                "batch's content, or by jax.random.split(key, n)",
+                "batch's content, or with jax.random.split(key, n)",
             )
     for tag in result.tags:
         if tag.role is Role.MIXED:
@@ -182,7 +182,7 @@ def _fixed(result: Result) -> Tag | None:
 
 
 def _random(result: Result) -> Tag | None:
-    """Every sample draws random numbers of its own, from a key of its own or for all."""
+    """Every sample draws its own random numbers, from its own key or from one key for all."""
     if result.name not in RANDOM:
         return None
     eqn = result.eqn
@@ -240,7 +240,7 @@ def _copied(result: Result) -> Tag | None:
 
 
 def _comes_alike(result: Result) -> bool:
-    """Whether every sample gets the same of what has no samples: x + bias, zeros(len(x))."""
+    """Whether every sample gets a copy of the same values: x + bias, zeros(len(x))."""
     if result.name == "iota":  # which counts along one dimension
         return result.eqn.params["dimension"] not in result.made
     if result.name == "tile":
@@ -249,11 +249,11 @@ def _comes_alike(result: Result) -> bool:
 
 
 def _reshaped(result: Result, tag: Tag) -> Tag:
-    """Samples in another shape: where each one's entries lie now.
+    """Samples in another shape: where each one's entries are now.
 
     (2 samples, 3 tokens, 4) -> (6, 4)    aaa bbb    3 rows of a sample side by side
     (6, 4) -> (12, 2)                     aaaaaa bbbbbb    6 rows
-    (6, 4) -> (3, 8)                      aa ab bb   a row of two samples: mixed
+    (6, 4) -> (3, 8)                      aa ab bb   a row with two samples: mixed
     """
     axis, made = result.read[0][0], result.made[0]
     if tag.inner == 0:  # in any order
@@ -261,7 +261,7 @@ def _reshaped(result: Result, tag: Tag) -> Tag:
     before, after = shape_of(result.ins[0][1]), shape_of(result.out[1])
     n = result.known.sizes[1]
     inner = tag.inner if tag.role is Role.SAMPLES else before[axis] // n
-    # Rows that the entries of a sample make, which lie in a row.
+    # Rows that a sample's entries fill, which lie side by side.
     rows, rest = divmod(inner * math.prod(before[axis + 1 :]), math.prod(after[made + 1 :]))
     if rest or not rows or after[made] % (n * rows):
         return mixed(result.eqn)
@@ -269,7 +269,7 @@ def _reshaped(result: Result, tag: Tag) -> Tag:
 
 
 def _kept(result: Result) -> Tag | None:
-    # All samples are there, at both sizes; a slice that leaves some out is no longer the batch.
+    # All samples must be there, at both sizes: a slice that drops some is no longer the batch.
     sizes = [shape_of(w)[result.made[0]] for w in result.out]
     pairs = zip(result.ins, result.axes, strict=True)
     whole = all(axis is None or [shape_of(v)[axis] for v in pair] == sizes for pair, axis in pairs)

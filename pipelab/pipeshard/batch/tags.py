@@ -1,7 +1,7 @@
-"""Tags: what a value is to the batch.
+"""Tags: how a value relates to the batch.
 
-Everything is looked at in two traces of the same function, for two sizes of batch. So it comes in
-pairs, and the batch's dimension of an array is the one that differs.
+A function is traced twice, for two batch sizes. So everything comes in pairs, and an array's batch
+dimension is the one that differs.
 """
 
 import math
@@ -21,8 +21,8 @@ Pairs = list[Pair]
 
 
 class Role(Enum):
-    FIXED = "fixed"  # it knows nothing of the samples
-    SAMPLES = "samples"  # each entry is of one sample
+    FIXED = "fixed"  # independent of the samples' values
+    SAMPLES = "samples"  # each entry belongs to one sample
     REDUCED = "reduced"  # a sum over samples, plus something fixed
     MIXED = "mixed"  # anything else
 
@@ -59,12 +59,12 @@ def samples(degree: float, inner: Iterable[int]) -> Tag:
 
 
 def inner_of(tags: Iterable[Tag]) -> set[int]:
-    """How samples lie in these values; they go together if there is one answer at most."""
+    """How samples lie in these values, which can be combined if there is at most one answer."""
     return {tag.inner for tag in tags if tag.role is Role.SAMPLES and tag.inner}
 
 
 def join(tags: Sequence[Tag]) -> Tag | None:
-    """The tag of a value that is one of these, whichever; None where that has no answer."""
+    """The tag of a value that may be any one of these; None if there is no such tag."""
     roles, inner = {tag.role for tag in tags}, inner_of(tags)
     degree = tags[0].degree
     if Role.MIXED in roles:
@@ -87,10 +87,10 @@ def axes_of(pair: Pair) -> list[int]:
 def cotangent(tag: Tag, pair: Pair) -> Tag:
     """The tag of the loss's gradient by a value with this tag, which is not mixed.
 
-    By one sample's value it is that sample's. By what all samples share, every sample adds to it.
-    By a sum over the samples it knows nothing of them, since the loss is linear in it.
+    The gradient by a sample's value is that sample's. To the gradient by a shared value, every
+    sample adds. The gradient by a sum over the samples is fixed, since the loss is linear in it.
 
-    Its degree is that of a sum: a micro-batch's mean counts 1 / m.
+    The degree is as for a loss that is a sum: a micro-batch's mean is weighted by 1 / m.
     """
     if tag.role is Role.SAMPLES or axes_of(pair):
         return samples(-tag.degree, inner_of([tag]))
@@ -100,20 +100,20 @@ def cotangent(tag: Tag, pair: Pair) -> Tag:
 class Known:
     """Arrays that follow from the batch's size alone: len(x), jnp.arange(len(x)), 1 / len(x).
 
-    They are computed at both sizes, but only when somebody asks for them.
+    They are computed at both sizes, on first use.
 
-    arrays  what is computed by now
-    parts   an array of indices -> what it was joined of, with tags
+    arrays  those computed so far
+    parts   an array of indices -> the arrays joined into it, with tags
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
         self.arrays: dict[Pair, Pair] = {}
         self.parts: dict[Var, list[tuple[Pair, Tag]]] = {}
-        self._makers: dict[Pair, Pair] = {}  # the equations that make it
+        self._makers: dict[Pair, Pair] = {}  # result -> the equations that make it
 
     def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
-        """Results of an equation with known operands."""
+        """Add the results of an equation with known operands."""
         self._makers.update(dict.fromkeys(paired(a.outvars, b.outvars), (a, b)))
 
     def __contains__(self, pair: Pair) -> bool:
@@ -137,7 +137,7 @@ class Known:
         return dict(zip(paired(a.outvars, b.outvars), paired(small, large), strict=True))
 
     def tag(self, pair: Pair, why: str = "") -> Tag:
-        """By what it is at both sizes; `why` it is mixed, if it is."""
+        """The tag, from the values at both sizes; `why` is the reason if it is mixed."""
         unknown = Tag(Role.MIXED, 0, why)
         values = self.values(pair)
         # One array in both traces: the loss closes over it.
@@ -166,7 +166,7 @@ class Known:
 
 
 def _growth(x: np.ndarray, y: np.ndarray, ratio: float) -> float | None:
-    """d, if y is x times the ratio of the sizes to the power d."""
+    """The d for which y = x ratio^d, if there is one; `ratio` is that of the sizes."""
     inexact, floating = (jnp.issubdtype(x.dtype, kind) for kind in (jnp.inexact, jnp.floating))
     # [1] The same at both sizes.
     if np.array_equal(x, y, equal_nan=inexact):
@@ -175,12 +175,12 @@ def _growth(x: np.ndarray, y: np.ndarray, ratio: float) -> float | None:
     if not real or ((x == 0) != (y == 0)).any():
         return None
     rounding = 8 * float(jnp.finfo(x.dtype).eps) if floating else 0
-    # [2] Every entry has grown by the same factor, as far as rounding tells.
+    # [2] Every entry must have grown by the same factor, up to rounding.
     ratios = y[y != 0].astype(float) / x[x != 0].astype(float)
     alike = np.isfinite(ratios).all() and np.ptp(ratios) <= rounding * ratios.max()
     if not alike or ratios.min() <= 0:
         return None
-    # [3] A sum, a mean and a square root have degrees of 1, 0 and 1/2: rounding is taken off these.
+    # [3] A sum, a mean and a square root have degrees of 1, 0 and 1/2: round to such a degree.
     degree = math.log(ratios[0], ratio)
     half = round(2 * degree) / 2
     close = abs(degree - half) * math.log(ratio) <= rounding + 1e-12
