@@ -317,7 +317,9 @@ def test_repetition_is_the_whole_simulation(name, data):
         lengths = costs.even_slices(slices) if slices > 1 else ()
         table = replace(make(name, p, m, slices=slices), slices=lengths)
     expected = simulate(table, costs).makespan + costs.overhead  # before the first action
-    assert makespan(name, p, m, costs, v, slices=slices) == pytest.approx(expected, rel=1e-9)
+    assert makespan(name, p, m, costs, virtual=v, slices=slices) == pytest.approx(
+        expected, rel=1e-9
+    )
 
 
 def test_millions_of_actions_are_those_of_a_short_table(monkeypatch):
@@ -354,6 +356,18 @@ def test_a_shorter_table_has_the_peak_of_the_whole(name, p, data):
         Layer("a", *(data.draw(seconds) for _ in range(3)), 1.0, data.draw(seconds), 1.0)
         for _ in range(2 * p)
     ]
+    assert_peak_of_the_whole(name, p, layers)
+
+
+def test_the_peak_of_a_table_that_repeats_late():
+    """Inputs queue up for a while: 17 of 25 micro-batches do not show all of it."""
+    times = [(1.25, 1.25, 2.0, 0.5), (2.6875, 1.0, 2.125, 0.5)]
+    times += [(1.0, 2.0, 3.0, 0.5), (1.0, 1.0, 2.5625, 0.5)]
+    layers = [Layer("a", *passes, 1.0, kept, 1.0) for *passes, kept in times]
+    assert_peak_of_the_whole("interleaved", 2, layers)
+
+
+def assert_peak_of_the_whole(name, p, layers):
     problem = Problem(Profile(tuple(layers)), replace(EVEN, bandwidth=2.0), p, 12 * p + 1)
     for choice in problem.choices():
         if choice.schedule == name and choice.pipeline == p and choice.microbatch == 1:

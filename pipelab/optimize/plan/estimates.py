@@ -9,7 +9,7 @@ import numpy as np
 from pipelab.optimize.bounds import Bound, gap_of_longer
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, MADE, PAIRED, Problem, TrainingChoice
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
-from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
+from pipelab.optimize.plan.repeat import IN_ROUNDS, ends_of, makespan, settled, table_of
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory
 from pipelab.predict.simulate import delays, durations, lay, waits
@@ -113,7 +113,8 @@ def table_for(choice: TrainingChoice, costs: Costs, whole: bool = True) -> Sched
     """
     name, p, m = choice.schedule, choice.pipeline, choice.microbatches
     batches = 4 * _spell(choice) if name in ASYNCHRONOUS else 1
-    m = m if whole or choice.longest > 1 else shorter(name, p, m)
+    if not whole and name in IN_ROUNDS:
+        m, _ = settled(name, p, m, costs, **_sizes(choice))
     return table_of(name, p, m, batches=batches, costs=costs, **_sizes(choice))
 
 

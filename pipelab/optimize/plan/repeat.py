@@ -22,34 +22,32 @@ ROUNDS = 8  # of p micro-batches: the table in which a period is first looked fo
 IN_ROUNDS = ("pipedream_flush", "interleaved", "overlapped_1f1b", "zb_h1", "zb_h2", "seq1f1b")
 
 
-def makespan(
-    name: str,
-    p: int,
-    m: int,
-    costs: Costs,
-    virtual: int = 1,
-    longest: int = 1,
-    slices: int = 1,
-    memory: float | None = None,
-) -> float:
+def makespan(name: str, p: int, m: int, costs: Costs, **sizes: Any) -> float:
     """Seconds of one batch of a schedule with a flush, including its updates and the overhead of
     its first action; equal to the whole simulation's up to rounding.
+
+    sizes  as for `table_of`
 
     >>> makespan("gpipe", 4, 8, Costs()), makespan("pipedream_flush", 4, 100_000, Costs())
     (33.0, 300009.0)
     """
+    return settled(name, p, m, costs, **sizes)[1]
+
+
+@lru_cache(maxsize=4096)
+def settled(name: str, p: int, m: int, costs: Costs, **sizes: Any) -> tuple[int, float]:
+    """Micro-batches of a table whose middle repeats, and `makespan`, of all m."""
     rounds = ROUNDS
     while True:
-        short = shorter(name, p, m, rounds) if longest == 1 else m
-        sizes = {"virtual": virtual, "longest": longest, "slices": slices}
-        table = table_of(name, p, short, costs=costs, memory=memory, **sizes)
+        short = shorter(name, p, m, rounds) if sizes.get("longest", 1) == 1 else m
+        table = table_of(name, p, short, costs=costs, **sizes)
         ends = ends_of(table, costs)
         more = (m - short) // p  # rounds that the whole table has
         if not more:
-            return max(ends)
+            return m, max(ends)
         turns, seconds = _period(table, ends, p * table.per_sequence)
         if turns and more % turns == 0:
-            return max(ends) + more // turns * seconds
+            return short, max(ends) + more // turns * seconds
         rounds += more % turns if turns else rounds
 
 
@@ -63,8 +61,8 @@ def table_of(
     p: int,
     m: int,
     *,
-    virtual: int,
-    longest: int,
+    virtual: int = 1,
+    longest: int = 1,
     slices: int = 1,
     batches: int = 1,
     memory: float | None = None,
