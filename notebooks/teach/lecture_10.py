@@ -86,7 +86,7 @@ EXERCISES = {
         lines,
         [(4, 4), (1, 1), (8, 8), (3, 2), (10, 1), (5, 16)],
         lambda n, d: {
-            "Each run of layers stands there with every submesh.": n * (n + 1) // 2,
+            "Each run of layers has a line for every submesh.": n * (n + 1) // 2,
             "A submesh has several logical meshes.": n * (n + 1) // 2 * d.bit_length(),
             "Layers in a row: 0-1 is there, 1-0 not.": lines(n, d) * 2 * n // (n + 1),
             "A submesh has 1, 2, 4, ... devices.": n * (n + 1) // 2 * d * (d + 1) // 2,
