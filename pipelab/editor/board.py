@@ -1,5 +1,5 @@
-"""The data that the editor's picture is drawn from: rows of cells with their words, and the
-level, par, numbers and run that stand beside them."""
+"""The data of the editor's picture: rows of cells with their texts, and the level, par, numbers and
+run shown beside them."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,14 +32,14 @@ RUNGS = {
     "ready": "show what is ready",
     "coach": "a coach",
 }
-ADVICE = 6_400  # of the coach's search after every move: its steps times the actions of a table
+ADVICE = 6_400  # the coach's search after every move: at most its steps times the table's actions
 
 
 def board(draft: Draft, rung: str, critical: bool) -> list[dict[str, Any]]:
     """A row for every device: its cells, what it holds over time, and what is left to place.
 
-    A cell has what it is (action, gap, stuck or end), from and until when, its place in the row,
-    its text and colours, and what there is to say about it.
+    A cell holds what it is (action, gap, stuck or end), when it begins and ends, its index in the
+    row, its text and colours, and a sentence about it.
     """
     task, stages = draft.task, range(draft.task.table.stages)
     states = dict.fromkeys(draft.ready(), "ready") if tells(rung) else {}
@@ -60,12 +60,12 @@ def board(draft: Draft, rung: str, critical: bool) -> list[dict[str, Any]]:
 
 
 def tells(rung: str) -> bool:
-    """Whether this much help says what could be done."""
+    """Whether this help shows what can be placed."""
     return rung in ("ready", "coach")
 
 
 def advice(draft: Draft) -> Advice:
-    """The coach's words in the time of a move. Refused where it has nothing to say."""
+    """The coach's advice, quick enough to follow every move. Refused where it has none."""
     return coach(draft, ADVICE // draft.size)
 
 
@@ -99,7 +99,7 @@ def _cells(
                 cells.append(_gap(running, device, i, tell))
             about = f"{_name(action)} on device {device}, from {start:g} to {end:g}."
             if action in path:
-                about += " It is on the critical path: if it took less time, so would the table."
+                about += " It is on the critical path: if it took longer, so would the table."
             if action in over:
                 about += f" It is over the cap: {draft.over_cap}."
             marks = {"critical": action in path, "over": action in over}
@@ -139,11 +139,11 @@ def _why_stuck(draft: Draft, action: Action) -> str:
         if not draft.rows[device]:
             return f"{action} waits for device {device}, whose row is not written yet."
         return f"{action} waits for {missing[0]} on device {device}, which is not placed yet."
-    return f"{action} cannot run: {draft.problem or 'it stands behind one that cannot'}."
+    return f"{action} cannot run: {draft.problem or 'an action before it cannot'}."
 
 
 def _flowing(draft: Draft) -> Draft:
-    """The part of every row that runs, also over the cap: a table that is too full has times."""
+    """The part of every row that runs, whatever the cap: a table over its cap has times, too."""
     return Draft(_uncapped(draft.task), draft.rows).running if draft.over_cap else draft.running
 
 
@@ -151,7 +151,7 @@ _uncapped = lru_cache(lambda task: replace(task, cap=None))
 
 
 def _over(draft: Draft, device: int) -> set[Action]:
-    """The forwards with which the device holds more than its cap."""
+    """The forwards at which the device exceeds its cap."""
     row, cap = draft.rows[device], draft.task.cap
     counts = zip(row, draft.task.in_flight(row), strict=True)
     return {a for a, n in counts if cap and a.kind is Kind.F and n > draft.task.caps[device]}
@@ -174,7 +174,7 @@ def _critical_path(draft: Draft) -> set[Action]:
 
 
 def _held(draft: Draft, device: int) -> list[list[float]]:
-    """Times, and how many micro-batches the device holds from then on."""
+    """(time, how many micro-batches the device holds from then on)."""
     running = _flowing(draft)
     row = running.rows[device]
     held = [[0.0, 0.0]]
@@ -193,7 +193,7 @@ def _name(action: Action) -> str:
 
 
 def look(task: Task, action: Action) -> dict[str, Any]:
-    """An action's names, without its stage where the device has only one, and its colours."""
+    """An action's names and colours; its text omits the stage if the device has only one."""
     short = str(action) if task.virtual > 1 else f"{action.kind.name}{action.microbatch}"
     colours = _colours(action.kind, action.stage, task.devices, task.table.stages)
     return {"text": short, "action": str(action), "colours": colours}
@@ -206,7 +206,7 @@ _colours = lru_cache(palette.box_colours)  # every move draws every cell again
 
 
 def about_level(level: Level) -> dict[str, Any]:
-    """Its words, and what the form says of its task."""
+    """A level's texts, and its task as the form shows it."""
     task = level.task
     sizes = "devices", "microbatches", "virtual", "batches"
     return {
@@ -233,7 +233,7 @@ def trial_rows(trial: "TryOut") -> dict[str, Any]:
 
 
 def rows_of(timeline: Timeline, scale: float = 1.0) -> list[dict[str, Any]]:
-    """A row of cells for every device of a timeline; those of no length are left out."""
+    """A row of cells for every device of a timeline; cells of no length are omitted."""
     task, begin = task_of(timeline.schedule), min(timeline.start)
     rows: list[dict[str, Any]] = [{"name": f"device {d}", "cells": []} for d in range(task.devices)]
     for span in timeline.spans:
@@ -246,7 +246,7 @@ def rows_of(timeline: Timeline, scale: float = 1.0) -> list[dict[str, Any]]:
 def numbers(draft: Draft, par: float, tell: bool) -> list[list[str]]:
     """Rows of a table: name, hint, value, and what that is compared with.
 
-    tell  what an unfinished table takes at least
+    tell  whether to show the least makespan of an unfinished table
     """
     task, cap = draft.task, draft.task.cap
     held = _each(max(task.in_flight(row), default=0) for row in draft.rows)

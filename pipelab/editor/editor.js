@@ -4,8 +4,8 @@ const LEFT = 76, RIGHT = 82, TOP = 14, AXIS = 22; // pixels
 const LANE = 30, STRIP = 24, GAP = 12, THIN = 15;
 const LEAST = 22, MOST = 64; // pixels of the shortest action
 const PATIENCE = 3000; // milliseconds that keys wait for the answer to the last move
-const OTHERS = 3; // ready actions that are offered of each other device
-const KEYS = "arrow keys move; F, B, I, W or U and a number place; Backspace removes";
+const OTHERS = 3; // ready actions offered for each other device
+const KEYS = "arrow keys move; F, B, I, W or U and a number place an action; Backspace removes it";
 const WON = { own: "✓ ", helped: "○ " }; // a level at par: by the player alone, or with the coach
 const STATES = { ready: "ready", best: "the coach's move", tie: "as good" };
 
@@ -13,7 +13,7 @@ const STATES = { ready: "ready", best: "the coach's move", tie: "as good" };
 
 const endOf = (rows) => Math.max(0, ...rows.flatMap(({ cells }) => cells.map(({ until }) => until)));
 
-// Where the rows of a picture stand, groups one below the other: {title, rows, height of a row}.
+// The layout of a picture's rows, in groups one below the other: {title, rows, height of a row}.
 function place(groups, end, width, unit) {
   const scale = Math.max(LEAST / unit, Math.min(MOST / unit, (width - LEFT - RIGHT) / end)), rows = [];
   let y = TOP;
@@ -112,7 +112,7 @@ function render({ model, el }) {
   let after = null; // where the cursor goes if the move is made
   let asked = -PATIENCE, keys = []; // when Python was asked last; what was typed since
 
-  // -- what there is on the page
+  // -- the elements of the page
   const [levels, levelBox] = choose("level", "level", (name) => (name ? ask("open_level", { name }) : openSandbox()));
   const [help, helpBox] = choose("help", "help", (value) => ask("set_help", { help: value }));
   const text = html("p", { className: "text" });
@@ -210,7 +210,7 @@ function render({ model, el }) {
     drawTray();
   }
 
-  // near: what there is to say of its action stands there, too
+  // near: the note on its action is shown beside it, too
   function drawCursor(near = false) {
     if (!area) return;
     const cell = cellAt(), row = area.rows[cursor.device], unit = view.level.unit;
@@ -267,7 +267,7 @@ function render({ model, el }) {
 
   // -- moves
 
-  // At the cursor; an action of another device at the end of its row.
+  // Place an action at the cursor; another device's action goes to the end of its row.
   function send(action, focus = true) {
     const cell = cellAt(), inside = cursor.index !== null && rowAt().left.some((chip) => chip.action === action);
     if (!inside) ask("place", { action });
@@ -276,7 +276,7 @@ function render({ model, el }) {
     if (focus) svg.focus();
   }
 
-  // F3 is of the device at the cursor: the first of its stages that has one left.
+  // F3 belongs to the device at the cursor: to its first stage that has one left.
   function commit() {
     const [, stage, kind, number] = typed.match(/^(\d*)([A-Z])(\d*)$/) ?? [];
     if (!kind) return;
@@ -328,7 +328,7 @@ function render({ model, el }) {
     react();
   };
 
-  // One key after the other, each when the move before it is answered.
+  // One key after another, each once the move before it is answered.
   function react() {
     while (keys.length && !waiting()) keys.shift()();
   }

@@ -36,7 +36,7 @@ MARK = "#pipelab="  # before a table in an address
 
 
 class Score(NamedTuple):
-    """How a table compares with par; passed is None while it is not whole."""
+    """How a table compares with par; passed is None until the table is whole."""
 
     passed: bool | None
     text: str
@@ -46,9 +46,9 @@ class Score(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What undo goes back to.
+    """A state that undo can return to.
 
-    helped  whether the coach, or the table of par, had a part in it
+    helped  whether the coach or the table of par helped
     """
 
     level: Level
@@ -61,12 +61,12 @@ class Editor(anywidget.AnyWidget):
 
     table  a level's name ("first", "gpipe", "cap", ...), a `link`, a `Schedule` to change, a
            `Task`, or nothing: then `sizes` are those of `Task` (devices, microbatches, cap, ...)
-    help   "free": anything goes, and the table says what is wrong with it; "legal": a move that is
-           not possible is rejected with the reason; "ready": what can come next is shown, too;
-           "coach": and what should
+    help   "free": anything goes, and the table says what is wrong with it; "legal": an impossible
+           move is rejected with the reason; "ready": it also shows what can come next; "coach":
+           and what should
 
-    `schedule` is the table when it is whole, `feedback` how it compares with par, and `run()`
-    carries it out. What the browser does with keys and buttons the methods do, too.
+    `schedule` is the table once it is whole, `feedback` compares it with par, and `run()` runs it.
+    The methods do what keys and buttons do in the browser.
 
     >>> editor = Editor("first")
     >>> editor.place("0F0")
@@ -82,7 +82,7 @@ class Editor(anywidget.AnyWidget):
     _css = read_assets("explorer.css", HERE / "editor.css")
     view = traitlets.Dict().tag(sync=True)  # what the browser shows
     draft: Draft  # what is placed so far
-    helped: bool  # whether the coach, or the table of par, had a part in it
+    helped: bool  # whether the coach or the table of par helped
     won: dict[str, str]  # levels at par: "own", or "helped"
     _level: Level
     _past: list[Moment]  # for undo
@@ -98,9 +98,7 @@ class Editor(anywidget.AnyWidget):
         self._marks = {"critical": False, "par": False}
         self._help = _rung(help)
         if table is not None and sizes:
-            raise ScheduleError(
-                f"{', '.join(sizes)}: leave it out, since the given table has its own sizes"
-            )
+            raise ScheduleError(f"the given table has its own sizes: omit {', '.join(sizes)}")
         if isinstance(table, str):
             self._open(*(_linked(table) if MARK in table else (level_of(table), None)))
         elif isinstance(table, Schedule):
@@ -114,18 +112,18 @@ class Editor(anywidget.AnyWidget):
 
     @property
     def schedule(self) -> Schedule:
-        """The table. ScheduleError, with the reason, while it is not whole or cannot run."""
+        """The table. ScheduleError, with the reason, until it is whole and can run."""
         return self.draft.schedule
 
     @property
     def timeline(self) -> Timeline:
         """The whole table's simulation."""
-        _ = self.schedule  # raises while there is none
+        _ = self.schedule  # raises if there is none
         return self.draft.timeline
 
     @property
     def link(self) -> str:
-        """The level or the sizes, and the table: what `load` takes, and an address after #."""
+        """The level or the sizes, and the table: for `load`, or for the end of a page's address."""
         level = self._level
         address = f"level={level.name}" if level.name else write_task(level.task)
         return f"{MARK}{address}&table={self.draft}"
@@ -160,7 +158,7 @@ class Editor(anywidget.AnyWidget):
             self._change(self.draft.place(cell, index, until))
 
     def remove(self, action: str) -> None:
-        """Take an action away, and with it all that is not possible without it."""
+        """Remove an action and, unless `help` is "free", all that needs it."""
         cell = Action.parse(action)
         if cell not in self.draft.placed:
             raise ScheduleError(f"{cell} cannot be removed: it is not placed")
@@ -178,11 +176,11 @@ class Editor(anywidget.AnyWidget):
         self._change(self.draft.place(found.move), text, helped=True)
 
     def finish(self) -> None:
-        """Place all that is left, as well as can be found."""
+        """Place all that is left, in the best order found."""
         self._change(finish(self.draft), helped=True)
 
     def stamp(self, microbatch: int = 0, interval: float | None = None) -> None:
-        """Let every micro-batch do what this one does, `interval` after the one before."""
+        """Repeat this micro-batch's block for all, each `interval` after the one before."""
         self._change(stamp(self.draft, microbatch, interval))
 
     def clear(self) -> None:
@@ -194,11 +192,11 @@ class Editor(anywidget.AnyWidget):
         self._back_to(self._past, self._future)
 
     def redo(self) -> None:
-        """Make the change again that was taken back."""
+        """Make the change again that undo took back."""
         self._back_to(self._future, self._past)
 
     def load(self, text: str) -> None:
-        """A table from `link` or from a file of `to_csv`; what cannot run is left out of it."""
+        """Open a `link`, or the text of `to_csv`; unless `help` is "free", drop what cannot run."""
         if MARK in text or "table=" in text:
             self._open(*_linked(text))
         else:
@@ -211,11 +209,11 @@ class Editor(anywidget.AnyWidget):
         self._open(level_of(name))
 
     def open_task(self, **sizes: Any) -> None:
-        """Begin with other sizes; those that are not given stay, except a cap."""
+        """Begin with other sizes; those not given stay, but a cap and slices do not."""
         self._open(_sandbox(self.draft.task.resized(**sizes)))
 
     def set_help(self, help: str) -> None:
-        """Change the help. What cannot run is left out when "free" ends."""
+        """Change the help. When "free" ends, what cannot run is dropped."""
         self._help = _rung(help)
         self._change(self._allowed(self.draft))
 
@@ -227,11 +225,11 @@ class Editor(anywidget.AnyWidget):
         self._refresh()
 
     def run(self, paced: bool = True) -> "TryOut":
-        """Carry the table out on worker threads, and lay what was measured over what was planned.
+        """Run the table on worker threads, and show the measured times below the planned ones.
 
-        Paced, its actions take as long as their costs say. Displayed, the result says its verdict.
+        Paced, its actions take as long as their costs say. The result, printed, gives the verdict.
         """
-        from pipelab.editor.try_out import try_out  # what only a run needs
+        from pipelab.editor.try_out import try_out  # only a run needs it
 
         self.trial = try_out(self.schedule, self.draft.task.stage_costs, paced)
         self._refresh()
@@ -240,7 +238,7 @@ class Editor(anywidget.AnyWidget):
     # ---- inside
 
     def _open(self, level: Level, draft: Draft | None = None) -> None:
-        known_rows(level.task)  # made once, for every move to be compared with
+        known_rows(level.task)  # cached: every move is compared with them
         opened = self._allowed(draft or Draft.of(level.task))
         if hasattr(self, "draft"):
             self._past.append(self._now)
@@ -277,7 +275,7 @@ class Editor(anywidget.AnyWidget):
         self._refresh()
 
     def _hear(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:
-        """The browser asks for a method; what it refuses, or cannot do, is said in one line."""
+        """Call the method that the browser asks for; an error is shown as one line."""
         try:
             words = {**message}
             do = words.pop("do", None)

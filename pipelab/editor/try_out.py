@@ -1,4 +1,4 @@
-"""A table made by hand, carried out for real: a small model on worker threads, and its verdict."""
+"""A table made by hand, run for real: a small model on worker threads, and its verdict."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ PACES = 0.012, 0.03  # seconds of an average action: the least that threads keep
 
 @dataclass(frozen=True)
 class TryOut:
-    """A run, and what was planned for it on the same axis.
+    """A run, and its plan on the same axis.
 
-    scale  milliseconds of a unit of `planned`
+    scale  milliseconds per unit of `planned`
     """
 
     run: Run
@@ -31,7 +31,7 @@ class TryOut:
 
     @property
     def measured(self) -> float:
-        """Milliseconds that the run took."""
+        """The run's milliseconds."""
         return 1e3 * self.run.timeline.makespan
 
     def __str__(self) -> str:
@@ -40,21 +40,21 @@ class TryOut:
         if self.run.timeline.late is not None:
             return f"{verdict}; paced, so that order and waiting show, not speed: {took}."
         return (
-            f"{verdict}; at full speed {took}. The plan has what each stage took in this run: it "
-            "shows order and waiting; times vary from run to run."
+            f"{verdict}; at full speed {took}. The plan uses this run's median times, which vary "
+            "from run to run: compare order and waiting."
         )
 
 
 def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> TryOut:
-    """Train an MLP by this table, one stage a worker thread, and compare with the reference.
+    """Train an MLP by this table, one worker thread per device, and compare with the reference.
 
-    Paced, every action takes as long as `costs` say; else as long as it takes, and planned is a
-    simulation with the medians of the run's spans.
+    Paced, every action takes as long as `costs` say. Otherwise it runs at full speed, and the plan
+    is a simulation with the medians of the run's spans.
     """
     import torch
 
     class Stage(torch.nn.Sequential):
-        """Of slices, too: none leaves anything for the next."""
+        """Takes slices, too: a slice passes nothing to the next."""
 
         def forward(self, x: Any, past: Any = None) -> Any:
             y = super().forward(x)
@@ -73,7 +73,7 @@ def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> TryOut:
     train = partial(
         run, schedule, stages, batches, loss, optimizer, backend="threads", devices="cpu"
     )
-    train(check=False)  # the first pass through a library takes longer than any other
+    train(check=False)  # a library's first pass takes longer than later ones
     if not paced:
         done = train()
         nothing = [0.0] * len(schedule.actions)
@@ -84,7 +84,7 @@ def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> TryOut:
 
 
 def medians(timeline: Timeline) -> list[float]:
-    """The seconds that an action of its stage and kind took, for every action."""
+    """For every action, the median seconds of its stage and kind."""
     took = defaultdict(list)
     for span in timeline.spans:
         took[span.action[:2]].append(span.end - span.start)
@@ -92,7 +92,7 @@ def medians(timeline: Timeline) -> list[float]:
 
 
 def pace_to_watch(planned: Timeline) -> float:
-    """Seconds of a unit of time, so that a run is short enough to watch, and threads keep up."""
+    """Seconds per unit of time: short enough to watch a run, long enough for threads."""
     times = [span.end - span.start for span in planned.spans if span.end > span.start]
     if not times:
         return 1.0

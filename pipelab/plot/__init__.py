@@ -1,7 +1,7 @@
 """Pictures of timelines, memory and bubbles.
 
-Each takes `ax=None` and returns the Axes. They neither show nor save anything. The course's
-pictures and animations in images/ are drawn from these.
+Each function takes `ax=None` and returns the Axes; none shows or saves anything. The course's
+pictures and animations in images/ are made with these.
 """
 
 from pipelab.plot.bubble import bubble

@@ -35,12 +35,11 @@ def bubble(
 ) -> Axes:
     """The bubble of the named schedules while one size varies.
 
-    Dots are simulated; curves are the closed form, between the values, too. `definition`
-    is one of of_total, over_ideal and of_span; the axis names it. The model stays the same when
-    `virtual` varies: its work is divided among the chunks. The closed form is left out for a
-    schedule that `theory` does not have, and where it does not hold. An eighth schedule and later
-    ones have the colours again, with crosses; where a schedule cannot be made for a size, its dot
-    is left out.
+    Dots are simulated; curves are the closed form, also between the values. `definition` is
+    of_total, over_ideal or of_span; the axis names it. The model stays the same when `virtual`
+    varies: its work is divided among the chunks. The closed form is omitted for a schedule that
+    `theory` lacks, and where it does not hold; a dot is omitted where a schedule cannot be made for
+    a size. From the eighth schedule on, colours repeat with other marks, first crosses.
     """
     names, values = list(names), list(values)
     many = len(names) > 4
@@ -86,7 +85,7 @@ def bubble(
 def _closed_form(
     theory: Theory, values: range, sizes: dict[str, Any], over: str, definition: str
 ) -> list[tuple[float, float]]:
-    """Values with the bubble, where the formula holds; where it always does, also in between."""
+    """(value, bubble) where the formula holds; if it holds everywhere, also in between."""
 
     def at(value: float) -> tuple[Any, Any, Any]:
         m, p, v = (sizes | {over: value}).values()

@@ -37,9 +37,9 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
 
 
 def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
-    """Bars of what fills every device at its peak, by cause: a row a memory, device 0 on top."""
+    """Bars of what fills every device at its peak, by cause: a row per memory, device 0 on top."""
     devices = max(m.devices for m in items.values())
-    every = 1 + devices // 12  # of many bars every second, third, ... is named
+    every = 1 + devices // 12  # of many bars, only every second, third, ... is named
     ax = style.axes(ax, 7, 0.8 + 0.15 * len(items) * (devices // every + 2))
     largest = max(max(m.peak()) for m in items.values())
     factor, unit = scale_of(largest, style.BYTES)

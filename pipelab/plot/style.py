@@ -1,5 +1,5 @@
-"""Colours, axes, and the few shapes that all pictures are made of. Names may have any character: no
-text is a formula."""
+"""Colours, axes, and the few shapes that all pictures are made of. Names may have any character:
+texts are not parsed as formulas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ from pipelab.predict.palette import (  # noqa: F401 (for the other plots)
 
 Colour = str | RGB
 LINES = (BLUE, ORANGE, GREEN, PINK, RED, SKY, GREY)
-VERSIONS = (*LINES[:-1], YELLOW)  # grey are updates
+VERSIONS = (*LINES[:-1], YELLOW)  # updates are grey
 
 
 def lighter(colour: Colour, share: float) -> RGB:
@@ -41,7 +41,7 @@ def lighter(colour: Colour, share: float) -> RGB:
 
 
 def version_colour(version: int) -> RGB:
-    """A weight version's colour; the colours come round again."""
+    """A weight version's colour; colours repeat."""
     return lighter(VERSIONS[version % len(VERSIONS)], 0.25)
 
 
@@ -66,7 +66,7 @@ def lanes(ax: Axes, at: Sequence[float], names: Sequence[str], size: float = 9.0
 
 
 def title(ax: Axes, text: str) -> None:
-    """A title above the left end; above a legend too, where that is long."""
+    """A title above the left end, and above the legend if that is long."""
     found = ax.get_legend()
     pad = 20 if found and len(found.get_texts()) > 7 else None
     ax.set_title(text, loc="left", fontsize=10, pad=pad, parse_math=False)
@@ -75,7 +75,7 @@ def title(ax: Axes, text: str) -> None:
 def legend(
     ax: Axes, handles: Sequence[Artist] | None = None, size: float = 8.0, **look: Any
 ) -> None:
-    """A legend in one row above the right end: of the handles, or of all that has a label."""
+    """A legend in one row above the right end: of `handles`, or of all that has a label."""
     if handles is None:
         handles = ax.get_legend_handles_labels()[0]
     found = ax.legend(
@@ -92,7 +92,7 @@ def legend(
 
 
 def plain(found: Legend) -> None:
-    """A legend whose names are no formulas."""
+    """Do not parse a legend's names as formulas."""
     for text in found.get_texts():
         text.set_parse_math(False)
 
@@ -108,9 +108,9 @@ def box(
     size: float = 9.0,
     **look: Any,
 ) -> Rectangle:
-    """A rectangle from its corner with the smallest coordinates; text stands in its middle.
+    """A rectangle from its corner with the smallest coordinates; text is centred.
 
-    One without width has no room for text.
+    A box without width gets no text.
     """
     patch = Rectangle(corner, width, height, facecolor=colour, edgecolor=edge, **look)
     ax.add_patch(patch)
@@ -123,6 +123,6 @@ def box(
 def label(
     ax: Axes, x: float, y: float, text: str, size: float, on: Colour = "white", **look: Any
 ) -> Text:
-    """Text in the middle of something that has the colour `on`."""
+    """Text centred at (x, y), in black or white, to be read on the colour `on`."""
     centred: dict[str, Any] = {"ha": "center", "va": "center", "linespacing": 1, "color": ink(on)}
     return ax.text(x, y, text, fontsize=size, parse_math=False, **centred | look)

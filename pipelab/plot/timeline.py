@@ -21,7 +21,7 @@ from pipelab.table.timing import Span
 LANE = 0.86  # of the room between two lanes
 FONT, SMALLEST = 8.0, 5.25  # points
 UNLIT = "#d4d4d4"
-MOST_NAMES = 16  # of devices, beside a timeline; of more every second, third, ... is named
+MOST_NAMES = 16  # of devices; of more, only every second, third, ... is named
 
 
 def timeline(
@@ -92,7 +92,7 @@ def bar(
 
 
 def idle(ax: Axes, row: float, end: float) -> Rectangle:
-    """The hatched background of a lane: what stays of it is idle time."""
+    """The hatched background of a lane: what stays visible is idle time."""
     return bar(ax, row, 0, end, "white", "#c8c8c8", hatch="////", lw=0)
 
 
@@ -105,10 +105,10 @@ def instant(ax: Axes, row: float, time: float, colour: Colour) -> Line2D:
 
 
 def points_per_unit(ax: Axes) -> float:
-    """Points (1/72 inch) of paper for a unit of the time axis."""
+    """Points (1/72 inch) per unit of the time axis."""
     figure = cast(Figure, ax.get_figure(root=True))
     if layout := figure.get_layout_engine():
-        layout.execute(figure)  # the names of the lanes take their room
+        layout.execute(figure)  # makes room for the names of the lanes
     a, b = ax.get_xlim()
     return float(figure.get_size_inches()[0] * 72 * ax.get_position().width / (b - a))
 
@@ -188,7 +188,7 @@ def _by_version(t: Timeline) -> tuple[list[Colour], list[str]]:
 
 def _version_legend(items: Collection[Timeline]) -> list[Artist]:
     read = {span.version for t in items for span in t.spans if span.action.kind <= Kind.W}
-    names: dict[RGB, list[str]] = {}  # the colours come round again
+    names: dict[RGB, list[str]] = {}  # colours repeat
     for version in sorted(read):
         names.setdefault(style.version_colour(version), []).append(str(version))
     handles: list[Artist] = [

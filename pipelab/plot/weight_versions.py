@@ -1,4 +1,4 @@
-"""Weight versions over time: which are kept in which buffer, and the gradients for the next one."""
+"""Weight versions over time: the buffer that holds each, and the gradients for the next one."""
 
 from itertools import pairwise
 
@@ -38,19 +38,19 @@ def versions_in_buffers(t: Timeline, stage: int = 0) -> list[tuple[int, int, flo
 
 
 def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
-    """The weight versions that a stage keeps over time, below its actions, above its gradients.
+    """The weight versions that a stage keeps over time, between its actions and its gradients.
 
-    An action has the colour and the number (v) of the version that it reads. The gradients gather
-    for the next version: a step is one backward's, and an update takes them all.
+    An action has the colour and the number (v) of the version that it reads. Gradients accumulate
+    for the next version: each backward adds a step, and an update takes them all.
     """
     s, kept = t.schedule, versions_in_buffers(t, stage)
     count = 1 + max(place for place, *_ in kept)
-    # Lanes of half the height where there are many.
+    # If there are many lanes, each has half the height.
     ax = style.axes(ax, height=1.1 + (0.55 if count <= 12 else 0.28) * (count + 2))
     ax.set_xlim(0, t.makespan * 1.002)
     mine = [span for span in spans(t) if span.action.stage == stage]
 
-    # The first lane: actions, with names of the size that the narrowest has room for.
+    # The first lane: actions, with names small enough for the narrowest.
     idle(ax, 0, t.makespan)
     narrowest = min(span.end - span.start for span in mine if span.action.kind <= Kind.W)
     unit = points_per_unit(ax)
@@ -70,12 +70,12 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
     for place, version, born, dies in kept:
         if dies > born:
             colour = style.version_colour(version)
-            # The name where there is room for it, the number, or nothing.
+            # The name if there is room for it, else the number, else nothing.
             room = (dies - born) * unit / (0.68 * 8)
             names = (name for name in (f"version {version}", str(version), "") if len(name) <= room)
             bar(ax, 1 + place, born, dies, colour, text=next(names), lw=0.8)
 
-    # The last lane: gradients gather with each backward of an update group, until its update.
+    # The last lane: gradients accumulate over an update group's backwards, until its update.
     floor = count + 1 + LANE / 2
     ended: list[float] = []  # the backwards of the group
     for span in mine:

@@ -6,5 +6,5 @@ HERE = Path(__file__).parent
 
 
 def read_assets(*names: str | Path) -> str:
-    """Files one after the other, of this folder or by their full path; shared ones come first."""
+    """The joined text of files, of this folder or by full path; name shared ones first."""
     return "\n".join((HERE / name).read_text() for name in names)

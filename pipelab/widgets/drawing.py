@@ -1,4 +1,4 @@
-"""The data that the explorer's picture is drawn from: numbers in columns, and text."""
+"""The data of the explorer's picture: numbers in columns, and text."""
 
 import base64
 from array import array
@@ -12,10 +12,8 @@ from pipelab.predict.timeline import Timeline, scale_of
 from pipelab.table.action import COMPUTE, HOST, Kind
 from pipelab.widgets import SHARES
 
-Shown = tuple[
-    Timeline, Memory, dict[str, float | None]
-]  # with the shares that rooms above tell of it
-BOTH = -2  # as a cause: the input and the action before came at the same time
+Shown = tuple[Timeline, Memory, dict[str, float | None]]  # with the shares that rooms above add
+BOTH = -2  # as a cause: the input and the end of the action before came at the same time
 HINTS = {
     "makespan": "from the first start to the last end",
     "ideal": "compute of the busiest device: no order is faster",
@@ -70,9 +68,9 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     there   when the action's input was on its device (-1: it takes none)
     colour  an index into `colours`, pairs of a box's colour and its number's
     joined  indices of actions that overlap with the one before
-    source, taker  indices of actions, or -1: whose output it takes, and which one takes its own
-    cause   for which of its input and the action before it in the row it waited: the index of the
-            one that came last, BOTH, or -1
+    source, taker  indices of actions, or -1: whose output it takes, and which takes its output
+    cause   what it waited for last, its input's source or the action before it in the row: the
+            index of that action, BOTH, or -1
     """
     s, chunks = t.schedule, palette.chunks_of(t)
     rounding = 1e-9 * t.makespan
@@ -117,7 +115,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
 
 
 def _memory(m: Memory, shown: list[str]) -> dict[str, Any]:
-    """Memory over time, device after device: times, then bytes up to and with each shown cause."""
+    """Memory over time, device after device: times, then bytes added up to each shown cause."""
     bounds: list[int] = [0]
     rows: list[list[float]] = [[] for _ in range(len(shown) + 1)]
     for times, levels in map(m.over_time, range(m.devices)):
@@ -142,8 +140,8 @@ def _packed(rows: Iterable[Iterable[float]]) -> str:
 def _numbers(
     t: Timeline, m: Memory, shares: dict[str, float | None], peak: list[float], shown: list[str]
 ) -> dict[str, str]:
-    """The table beside the picture: label -> text, last what the fullest device's memory holds."""
-    texts = [*map(_bytes, peak)]  # alike but for rounding is alike
+    """The table beside the picture: label -> text; last, what fills the fullest device."""
+    texts = [*map(_bytes, peak)]  # peaks that differ by rounding only are equal
     fullest = texts.index(most := _bytes(max(peak)))
     of_device = f" on device {fullest}" if len({*texts}) > 1 else ""
     held = m.at_peak(fullest)

@@ -1,4 +1,4 @@
-// The schedule explorer in the browser: Python computes; this file draws what it is told and sends what the form says.
+// The schedule explorer in the browser: Python computes; this file draws the result and sends what the form says.
 
 const SIZES = { // setting: what the form calls it, and where its slider ends
   devices: ["devices p", 32], microbatches: ["micro-batches m", 128], virtual: ["chunks a device v", 8],
@@ -6,12 +6,12 @@ const SIZES = { // setting: what the form calls it, and where its slider ends
 };
 const SECONDS = ["forward", "input_grad", "weight_grad", "update", "transfer"];
 const BYTES = ["weights", "optimizer", "activations", "boundary", "host"];
-const SWEEP = 8000, STEP = 600; // milliseconds of a whole play, and between its steps where motion is unwelcome
+const SWEEP = 8000, STEP = 600; // milliseconds of a whole play, and between its steps if the reader prefers reduced motion
 const BOTH = -2; // as in drawing.py
 
 // ---- small tools
 
-// The last index in values[from:to], which rise, whose value is at most x; or from - 1.
+// The last index in the rising values[from:to] whose value is at most x, or from - 1.
 function lastUpTo(values, x, from, to) {
   while (from < to) {
     const middle = (from + to) >> 1;
@@ -44,7 +44,7 @@ function makeForm(choices, changed) {
   const amount = (name, text = name.replace("grad", "gradient").replace("_", " "), more = {}) => {
     const field = html("input", { type: "text", name, inputMode: "decimal", autocomplete: "off", onchange: changed, ...more });
     field.onkeydown = (event) => {
-      if (event.key === "Enter") event.preventDefault(), changed(); // in JupyterLab it changes nothing by itself
+      if (event.key === "Enter") event.preventDefault(), changed(); // in JupyterLab, Enter alone changes nothing
       const step = { ArrowUp: 0.25, ArrowDown: -0.25 }[event.key];
       if (!step || field.value.trim() === "" || isNaN(field.value)) return;
       event.preventDefault();
@@ -152,12 +152,12 @@ function render({ model, el }) {
   }
 
   let drawing, place, room; // what to draw, and where, in how many pixels
-  let chosen = null; // {timeline, i}: an action; or {timeline, i, idle}: the rest of device `idle` before action i
-  let time = null, request = 0; // of the play; the request for its next frame, 0 when it pauses
+  let chosen = null; // {timeline, i}: an action; or {timeline, i, idle}: the idle time of device `idle` before action i
+  let time = null, request = 0; // of the play; the request for its next frame, 0 while it pauses
 
   function send() {
     const settings = readForm(controls, Object.keys(model.get("settings")));
-    // A schedule with chunks starts with two: with one it is another schedule.
+    // A schedule with chunks starts with two: with one chunk it is another schedule.
     if (anyOf(choices.chunks, settings) && controls.virtual.disabled && settings.virtual === 1) settings.virtual = 2;
     writeForm(controls, settings, choices);
     model.set("settings", settings);
@@ -218,7 +218,7 @@ function render({ model, el }) {
     if (found) standBeside(about, picture, boxOf(t, i, idle));
   }
 
-  // Where an action, or the rest before it, is seen in the window.
+  // Where an action, or the idle time before it, is in the window.
   function boxOf(t, i, idle) {
     const { left, top } = svg.getBoundingClientRect(), { y } = rowOf(t, idle ?? deviceOf(t, i)), { lane, x } = place;
     const rest = idle !== undefined, last = rest && i >= t.bounds[idle + 1], before = i > t.bounds[idle] ? t.end[i - 1] : 0;
@@ -234,7 +234,7 @@ function render({ model, el }) {
     const { t, device } = row, timeline = place.items.indexOf(t);
     const last = lastUpTo(t.start, when, t.bounds[device], t.bounds[device + 1]);
     const i = t.joined.includes(last) && y < row.y + place.lane / 2 ? last - 1 : last;
-    const until = t.end[i] + (t.end[i] > t.start[i] ? 0 : 2 / place.scale); // an instant is met within two pixels
+    const until = t.end[i] + (t.end[i] > t.start[i] ? 0 : 2 / place.scale); // an instant is hit within two pixels
     return i < t.bounds[device] || when > until ? { timeline, i: i + 1, idle: device } : { timeline, i };
   }
 
@@ -256,7 +256,7 @@ function render({ model, el }) {
     if (x < scrollLeft + LEFT || x > scrollLeft + clientWidth - 40) scroller.scrollLeft = x - clientWidth / 2;
   }
 
-  // A mouse points, a finger taps; a tap elsewhere lets go.
+  // A mouse points, a finger taps; a tap elsewhere clears the selection.
   const mouse = ({ pointerType }) => place && pointerType !== "touch";
   svg.onpointermove = (event) => mouse(event) && select(at(event));
   svg.onpointerleave = (event) => mouse(event) && select(null);
@@ -275,12 +275,12 @@ function render({ model, el }) {
     event.preventDefault();
   };
 
-  // -- playing: a cursor sweeps over the time, and what every device does then is lit up
+  // -- playing: a cursor sweeps over time and lights up what every device does then
 
   function toggle() {
     if (request || !place) return pause();
     if (time === null) time = 0;
-    const still = matchMedia("(prefers-reduced-motion: reduce)").matches; // then it goes from start to start of actions
+    const still = matchMedia("(prefers-reduced-motion: reduce)").matches; // then it jumps from one action's start to the next
     let last = performance.now();
     const advance = (now) => {
       if (!still || now - last >= STEP) {
@@ -302,7 +302,7 @@ function render({ model, el }) {
   }
 
   function nextStart() {
-    const least = time + drawing.end / 60; // of many short actions some are left out
+    const least = time + drawing.end / 60; // skips some of many short actions
     return place.items.reduce((first, t) => t.start.reduce((a, s) => (s >= least && s < a ? s : a), first), drawing.end);
   }
 

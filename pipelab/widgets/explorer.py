@@ -23,26 +23,26 @@ from pipelab.widgets.drawing import Shown, drawing
 SIZES = ("devices", "microbatches", "virtual", "batches")
 SECONDS = (*PASSES, "update", "transfer")
 BYTES = ("weights", "optimizer", "activations", "boundary", "host")
-# Sizes that let every cause of memory be seen.
+# Sizes at which every cause of memory is visible.
 COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25, host=1)
 LARGEST = 100_000  # actions; what a browser still draws in about a second
 MOST = 1e15  # seconds or bytes; beyond, sums come near what single precision holds
-made = lru_cache(maxsize=8)(make_for)  # the compared table is kept, and searches
+made = lru_cache(maxsize=8)(make_for)  # keeps the compared table, and what was searched for
 
 
 class Explorer(anywidget.AnyWidget):
     """A schedule's simulated timeline, with a form for everything it depends on.
 
     name, devices, microbatches, virtual, batches, memory
-             what `pipelab.make` takes; `virtual` counts where there are chunks, `memory` where a
-             schedule is made for a limit
-    costs    of one device's whole share of the model: with v chunks each has 1/v of it
+             what `pipelab.make` takes; `virtual` counts for schedules with chunks, `memory` for
+             those made for a limit
+    costs    of one device's whole share of the model: with v chunks, each has 1/v of it
              (`Costs.split`), so that the model stays the same (default: unit times, and small sizes
              in bytes)
     compare  another schedule of the same model, drawn below on the same time axis
 
     `timeline` is the simulation on display and `compared` the other schedule's; `set` changes what
-    the form shows. What cannot be simulated the form says, and the last picture stays.
+    the form shows. If that cannot be simulated, the form says why, and the last picture stays.
 
     >>> explorer = Explorer("gpipe", devices=4, microbatches=8)
     >>> explorer.set(microbatches=16, compare="pipedream_flush")
@@ -53,9 +53,9 @@ class Explorer(anywidget.AnyWidget):
     _esm = read_assets("tools.js", "picture.js", "explorer.js")
     _css = read_assets("explorer.css")
     choices = traitlets.Dict().tag(sync=True)  # what the form's lists offer
-    settings = traitlets.Dict().tag(sync=True)  # what the form says: the browser or `set` writes it
+    settings = traitlets.Dict().tag(sync=True)  # what the form says; the browser or `set` writes
     drawing = traitlets.Dict().tag(sync=True)  # what the picture shows
-    error = traitlets.Unicode().tag(sync=True)  # why the picture is not what the form says
+    error = traitlets.Unicode().tag(sync=True)  # why the picture is not that of the form
     timeline: Timeline
     compared: Timeline | None
 
@@ -121,7 +121,7 @@ class Explorer(anywidget.AnyWidget):
                 self.error = str(error).partition("\n")[0]
 
     def _picture(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Simulate what the settings say and keep it; the picture of it."""
+        """Simulate what the settings say, and keep that; returns its picture."""
         numbers = {key: _numbers(key, settings[key]) for key in SECONDS + BYTES}
         costs = replace(self._costs, **numbers, recompute=settings["recompute"])
         sizes = {key: settings[key] for key in SIZES}
@@ -145,15 +145,15 @@ class Explorer(anywidget.AnyWidget):
 
 
 def _simulated(name: str, costs: Costs, limit: float | None, virtual: int, **sizes: int) -> Shown:
-    """What is drawn of a schedule, with the shares that rooms above tell of it."""
+    """What is drawn of a schedule, with the shares that rooms above add."""
     count = 2 * prod(sizes.values()) * (virtual if takes(name, "virtual") else 1)
     if count > LARGEST:
         raise ScheduleError(
-            f"{name} would have {count:,} actions: the explorer draws {LARGEST:,}, "
+            f"{name} would have {count:,} actions: the explorer draws at most {LARGEST:,}, "
             "so make a size smaller"
         )
     options = {"memory": limit} if takes(name, "memory") else {}
-    # Most tables are the same whatever they cost: they are kept while costs change.
+    # Most tables do not depend on costs: they stay cached while costs change.
     own = costs if takes(name, "costs") else COSTS
     table, _ = made(name, costs=own, virtual=virtual, **sizes, **options)
     own = costs.over(table.placement)
@@ -182,7 +182,7 @@ def _limit(text: str) -> float | None:
         return float(text) if text.strip() else None
     except ValueError:
         raise ScheduleError(
-            f"memory={text!r}: give one number, or leave it empty for as many as devices"
+            f"memory={text!r}: give one number, or leave it empty for as many as there are devices"
         ) from None
 
 

@@ -1,11 +1,11 @@
-// A picture of timelines: what Python packs, where it stands, and how it looks.
+// A picture of timelines: unpacking Python's data, the layout, the shapes.
 
 const LEFT = 62, TOP = 6, AXIS = 22; // pixels
-const NARROW = 560, LEGIBLE = 17, WIDEST = 5; // a picture in fewer pixels scrolls: pixels of a short action, and screens at most
+const NARROW = 560, LEGIBLE = 17, WIDEST = 5; // a narrower picture scrolls; pixels of a short action, and screens at most
 
 function unpack(text, rows) {
   const letters = atob(text), bytes = new Uint8Array(letters.length);
-  for (let k = 0; k < bytes.length; k++) bytes[k] = letters.charCodeAt(k); // a tenth of the time that Uint8Array.from takes
+  for (let k = 0; k < bytes.length; k++) bytes[k] = letters.charCodeAt(k); // ten times faster than Uint8Array.from
   const all = new Float32Array(bytes.buffer), n = all.length / rows;
   return Array.from({ length: rows }, (_, k) => all.subarray(k * n, (k + 1) * n));
 }
@@ -18,7 +18,7 @@ function layout(drawing, width) {
     return { ...t, ...byName, steps: t.steps && unpack(t.steps, drawing.causes.length + 1) };
   });
   const devices = Math.max(...items.map((t) => t.bounds.length - 1));
-  const heights = [[4, 24, 30, 8], [8, 22, 20, 6], [16, 17, 13, 6], [Infinity, 9, 9, 3]]; // up to so many devices
+  const heights = [[4, 24, 30, 8], [8, 22, 20, 6], [16, 17, 13, 6], [Infinity, 9, 9, 3]]; // [devices at most, ...]
   const [, lane, memory, gap] = heights.find(([most]) => devices <= most);
   const strip = drawing.memory ? memory : 0, rows = [];
   let y = TOP;
@@ -34,16 +34,16 @@ function layout(drawing, width) {
   return { items, rows, lane, strip, right, bottom, height: bottom + AXIS + 6, scale, x: (time) => LEFT + time * scale };
 }
 
-// Of its lane, where an action's box begins and how much of it it fills: two that overlap have half of it each.
+// Where an action's box begins in its lane, and what share it fills: two that overlap get half each.
 const share = (t, i) => (t.joined.includes(i) ? [0.5, 0.5] : t.joined.includes(i + 1) ? [0, 0.5] : [0, 1]);
 
-// The boxes: one path for each colour, however many actions there are, and numbers where they fit; all, or the lit.
+// The boxes: one path for each colour, however many actions there are, and numbers where they fit; all, or only the lit ones.
 function boxes({ rows, lane, right, scale, x }, { letters }, hatch, lit) {
   const paths = new Map(), idle = [], instants = [], texts = [];
   const longest = Math.max(...rows.map(({ t, device }) => t.bounds[device + 1] - t.bounds[device]));
   const thick = round(Math.min(1.4, (0.3 * (right - LEFT)) / longest)); // of an instant, thin where actions are
   for (const { t, device, y } of rows) {
-    let free = 0; // when the device is done with what came before
+    let free = 0; // when the device has finished what came before
     const rest = (until) => until - free > 1e-6 * t.makespan && idle.push(box(x(free), y, (until - free) * scale, lane));
     for (let i = t.bounds[device]; i < t.bounds[device + 1]; i++) {
       rest(t.start[i]);
@@ -88,7 +88,7 @@ function strips({ rows, lane, strip, right, scale, x }, { causes, memory }) {
     <g class="peaks">${peaks.join("")}</g>`;
 }
 
-// How wide a picture is drawn: on a phone so wide that boxes have room for numbers.
+// How wide a picture is drawn: on a phone, wide enough for numbers in boxes.
 function widthOf(drawing, room) {
   if (room >= NARROW) return room;
   const { items, scale, right } = layout(drawing, room), all = items.flatMap(({ start, end }) => Array.from(start, (s, i) => end[i] - s));
@@ -99,7 +99,7 @@ function widthOf(drawing, room) {
 
 function frame({ strip, right, bottom, x }, { end, memory }) {
   const times = ticks(end, right - LEFT), below = bottom + AXIS / 2;
-  const marked = times.filter((time) => !memory || x(time) < right - 14); // the column of peaks has its own word
+  const marked = times.filter((time) => !memory || x(time) < right - 14); // the column of peaks has its own heading
   const grid = times.map((time) => `M${round(x(time)) + 0.5} ${TOP - 2}V${bottom}`).join("");
   return `<path class="grid" d="${grid}"/>
     <g class="times">${marked.map((time) => label(x(time), below, number(time))).join("")}</g>

@@ -241,9 +241,7 @@ def test_tables_that_cannot_be_edited_say_so():
         Editor(devices=5, microbatches=30, split=True)
     with pytest.raises(ScheduleError, match="unknown level 'second': there are first"):
         Editor("second")
-    with pytest.raises(
-        ScheduleError, match="cap: leave it out, since the given table has its own sizes"
-    ):
+    with pytest.raises(ScheduleError, match="the given table has its own sizes: omit cap"):
         Editor("gpipe", cap=2)
 
 

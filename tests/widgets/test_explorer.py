@@ -195,7 +195,7 @@ BAD = [
     ({"weights": "nan"}, "weights=nan: give numbers of at least 0"),
     ({"transfer": "-1"}, "transfer=-1.0: give numbers of at least 0"),
     ({"recompute": "sometimes"}, "recompute='sometimes': use one of never, except_last, always"),
-    ({"devices": 1000, "microbatches": 1000}, f"the explorer draws {LARGEST:,}"),
+    ({"devices": 1000, "microbatches": 1000}, f"the explorer draws at most {LARGEST:,}"),
     (
         {"schedule": "zb", "memory": "0.5"},
         "memory=0.5: zb finds no order for 4 devices; give at least 1",
@@ -203,7 +203,7 @@ BAD = [
     ({"compare": "zb_v", "memory": "nan"}, "memory=nan: zb_v finds no order for 4 devices"),
     (
         {"memory": "2, 3"},
-        "memory='2, 3': give one number, or leave it empty for as many as devices",
+        "memory='2, 3': give one number, or leave it empty for as many as there are devices",
     ),
 ]
 

@@ -12,18 +12,18 @@ weights:
     ratio = ------------------------      at most about 1 in a right run, at any depth and scale
              |own - truth| + eps |truth|
 
-The eps is that of the tensor's own type; whole numbers have none. This holds for a tensor as a
+The eps is that of the tensor's own type; integers have none. The ratio is taken for a tensor as a
 whole and for every slice along each axis (rows and columns, or elements), since Adam trains small
 elements as fast as large ones: a column a millionth as large as the largest has its own noise, and
 its errors do not show in the tensor's norm.
 
-A run that equals our own, each number to within one rounding, has a ratio of at most 1: it needs no
+A run that equals `own`, each number to within one rounding, has a ratio of at most 1 and needs no
 truth. So the truth is computed for the first update, and later only where the two differ, or where
-the loss of the undivided batch is not the mean of its parts.
+the undivided batch's loss is not the mean of its parts'.
 
 If a tensor looks wrong, |own - truth| is measured a few times more, with trained weights changed in
 their last digit: one rounding error may be small by chance, and a relu with an input near zero may
-fall on either side. (Data are exact: a number may be an index.)
+fall on either side. (Data stay exact: a number may be an index.)
 
 The reference follows the papers' rules on one device and shares no code with the worker or the
 stages. Every update is judged alone: the gradient at the run's own weights, then the optimizer's
@@ -40,15 +40,15 @@ import numpy as np
 from pipelab.runtime.verdict.views import Array, Floor, Tensors, Views, equal
 
 TOLERANCE = 3.0  # right runs reach 1; see tests/runtime/verdict/test_mutations.py for broken ones
-DRAWS = 8  # second opinions on a tensor that looks wrong: a relu may fall on either side in each
-COARSE = 1e-3  # errors that do not show are mentioned from this share of a tensor on
+DRAWS = 8  # second opinions on a tensor that looks wrong; in each, a relu may fall on either side
+COARSE = 1e-3  # errors that do not show are mentioned if they may exceed this share of a tensor
 IS_IT_A_MEAN = "(is the loss a mean over its samples?)"
-# What is said of samples that a loss or a stage couples, be it on purpose or not.
+# The advice where a loss or a stage couples samples, on purpose or not.
 COUPLED = (
     " The undivided batch and its micro-batches have different losses or gradients: these are two "
     "models, and the check cannot know which one you mean. If the loss should be a mean, return "
-    "that, or (mean, count). If it or a stage couples samples on purpose (load balancing, your own "
-    "batch norm), the model is that of the micro-batches: give reference='microbatches'."
+    "it, or (mean, count). If a loss or a stage couples samples on purpose (load balancing, your "
+    "own batch norm), the model is that of the micro-batches: give reference='microbatches'."
 )
 
 
@@ -58,19 +58,19 @@ class Check:
 
     passed     whether every tensor is as near to the truth as rounding allows: ratio <= tolerance
     max_abs    the largest difference of any loss, gradient or weight
-    max_rel    the largest max|a - b| / max|b| of those that can be judged, b the reference; for
+    max_rel    the largest max|a - b| / max|b| of tensors that can be judged, b the reference; for
                weights, of the update's change
     tolerance  the largest ratio allowed
     rule       the update rule that the reference followed
-    worst      the name of the tensor with the largest ratio, and the slice of it
+    worst      the name of the tensor with the largest ratio, and its slice
     ratio      its distance from the truth, in multiples of what rounding explains
-    unjudged   tensors or slices no larger than rounding, which zeros would pass as well: vanishing
+    unjudged   tensors or slices no larger than rounding, where zeros would pass as well: vanishing
                gradients, and steps too small to show in the weights
-    visible    how large an error would have failed, as a share: medians over the judged gradients
-               and optimizer steps
+    visible    the smallest error that would have failed, as a share of the tensor: medians over
+               the judged gradients and optimizer steps
     precision  of the truth
-    failure    why the reference could not judge the run (its traceback), if it failed
-    seconds    that the verdict took
+    failure    the reference's traceback, if it failed and could not judge the run
+    seconds    the verdict's duration
     tensors    if the check failed, the worst one in the run ("run") and as it should be ("truth")
     """
 
@@ -145,16 +145,16 @@ class Comparison:
         unset: np.ndarray | bool = False,
         whole: bool = False,
     ) -> float | None:
-        """Compare two numbers or arrays; whole numbers and truth values must be equal.
+        """Compare two numbers or arrays; integers and booleans must be equal.
 
-        floor   how far rounding may lead in every element, whatever our own computing says
-        own     our own computing, which is off by its rounding
-        again   second opinions: what our own computing says if its input is off by a rounding error
-        unset   where nan equals nan, since nothing was ever put there
+        floor   how far rounding may lead in every element, whatever `own` is
+        own     the reference in the run's precision, off by its rounding
+        again   second opinions: `own` again, from an input that is off by a rounding error
+        unset   where nan equals nan, since nothing was ever written there
         whole   compare no slices, and do not name what cannot be judged
 
-        Returns how large an error would have failed, as a share of the truth; None for a tensor
-        that cannot be judged.
+        Returns the smallest error that would have failed, as a share of the truth; None for a
+        tensor that cannot be judged.
         """
         check, tensors = self.check, Tensors.of(run, truth, floor, own, unset)
         if tensors.run.shape != tensors.truth.shape:
@@ -164,7 +164,7 @@ class Comparison:
         if not tensors.truth.size:
             return None
         if own is None and isinstance(floor, float) and equal(tensors.run, tensors.truth):
-            return 0.0  # as most of what was only saved or sent: it is read once
+            return 0.0  # usual for what was only saved or sent: reading it once is enough
         found = Views(tensors, check.tolerance, whole=whole)
         # Second opinions cost a forward and a backward each: only where the first looks wrong.
         for opinion in again if found.ratio > check.tolerance else ():
@@ -172,22 +172,21 @@ class Comparison:
             found.measure()
             if found.ratio <= check.tolerance:
                 break
-        # Of every tensor, whether its error is rounding or not: what failed is told by the ratio
-        # alone.
+        # max_abs counts every tensor, whether its error is rounding or not: only the ratio judges.
         check.max_abs = max(check.max_abs, float(found.errors[0][1]))
         self._note(name + found.worst, found.ratio, tensors)
         if whole:
             return None
         blind = found.blind()
         check.unjudged += [f"{name}{part}" for part in blind]
-        # Nothing of it can be judged: then its size says nothing of the errors that show.
+        # Nothing of it can be judged, so it says nothing about the errors that would show.
         if blind == [""]:
             return None
         check.max_rel = max(check.max_rel, found.relative)
         return float(check.tolerance * found.share)
 
     def _note(self, name: str, ratio: float, tensors: Tensors) -> None:
-        """Keep it if it is the worst so far."""
+        """Keep the tensor if it is the worst so far."""
         check = self.check
         if ratio > check.ratio:
             check.ratio, check.worst, check.passed = ratio, name, ratio <= check.tolerance
@@ -202,7 +201,7 @@ class Comparison:
 def opinions(compute: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     """A tensor's values, by its name, under a few random rounding errors.
 
-    compute  (number of an error, its size) -> values by name, computed when somebody first asks
+    compute  (seed of the errors, their size) -> values by name; called when they are first needed
     """
     known = cache(compute)
     return lambda name, *size: (known(1 + draw, *size)[name] for draw in range(DRAWS))

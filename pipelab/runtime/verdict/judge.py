@@ -17,7 +17,7 @@ from pipelab.runtime.verdict.trial import Reading, Trial
 from pipelab.table.action import Reads
 from pipelab.table.schedule import Schedule
 
-DELAY = 3.0  # seconds that a check takes without a bar
+DELAY = 3.0  # seconds before a check shows a bar
 EVALUATION = "evaluation: the stages one after another"
 FLUSH = "flush: w(t+1) = w(t) - step(grad f(w(t)))"
 STASHING = "weight stashing: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t)))"
@@ -48,14 +48,14 @@ def judge(
     replica_steps  [replica][stage][update]
     saved          by stage, its state in the checkpoint, if one was written
     reference      makes one: in float64 (True), or as the run computes (False)
-    divided        whether a forward depends on the batch's cut, which the truth then shares
-    roomy          whether a batch's outputs fit; by_microbatches: whether micro-batches are wanted
+    divided        whether the truth must cut the batch: forwards depend on it, or it does not fit
+    roomy          whether a batch fits undivided; by_microbatches: whether the user wants it cut
     seed           of the random numbers that forwards draw
-    draws          whether they are known to draw; else the first piece shows it
+    draws          whether they are known to draw; if not, the first piece shows it
     quick          use the run's precision for the truth, too
     """
     table, replicas = segment.table, len(replica_steps) // segment.table.copies
-    # [1] the rule, and the data with what they read by it
+    # [1] the rule, and the data with the versions that it makes them read
     rule, reading = _reading_of_part(segment, replicas)
     own = reference(False)
     pieces_from = partial(_pieces, segment, batches, reading, replicas, own)
@@ -80,7 +80,7 @@ def judge(
             steps = replica_steps[0]
             for pieces in _follow(trial, segment, batches, reading, steps, stream, whole):
                 bar.step(len(pieces))
-        # [4] what the run gives back
+        # [4] what the run returns
         trial.compare_results(replica_steps, saved)
     _check_draws(own, drawing)
     if may_be_whole and (own.traces or not whole):
@@ -89,7 +89,7 @@ def judge(
 
 
 def _as_many(trial: Trial, replica_steps: Sequence[Sequence[Sequence[Step]]], updates: int) -> bool:
-    """Whether every stage has made so many updates; if not, nothing else can be compared."""
+    """Whether every stage has made all updates; if not, nothing else can be compared."""
     counts = {
         (r, s): len(of_stage)
         for r, of_replica in enumerate(replica_steps)
@@ -111,7 +111,7 @@ def _follow(
     stream: Iterator[Piece],
     whole: bool,
 ) -> Iterator[list[Piece]]:
-    """Compare update by update, each from the run's own weights before it; yields their pieces.
+    """Compare update by update, each from the run's own weights before it; yields its pieces.
 
     steps   [stage][update]
     stream  all pieces
@@ -135,11 +135,11 @@ def _follow(
 
 
 def _check_draws(own: Reference, drawing: bool) -> None:
-    """ValueError where a later forward drew, and the first one, by which that is known, did not."""
+    """ValueError if a later forward drew random numbers, but the first, which decides, did not."""
     if own.arithmetic.ever_drew and not drawing:
         raise ValueError(
-            "a forward draws random numbers, but the first one did not, so recomputation draws "
-            "different ones: give the run a seed="
+            "a later forward draws random numbers, but the first one did not, so recomputation "
+            "draws different ones: give the run a seed="
         )
 
 
@@ -148,7 +148,7 @@ def _undivided(batches: Sequence[Any], reading: Reading, i: int) -> Piece:
 
 
 def _may_be_whole(table: Schedule, rule: str, pieces: int) -> bool:
-    """Whether the truth may take the batch undivided, which is what a paper's formula says."""
+    """Whether the truth may take the batch undivided, as a paper's formula does."""
     by_batch = rule != TABLE and table.per_update == table.microbatches
     return pieces > 1 and (by_batch or not table.training)
 
@@ -156,11 +156,11 @@ def _may_be_whole(table: Schedule, rule: str, pieces: int) -> bool:
 def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:
     """The rule, and the versions that are read from the segment's first update on.
 
-    Unlike `reading_of`'s they are counted through the training.
+    They are counted from the start of training, unlike `reading_of`'s.
     """
     rule, of_table = reading_of(segment.whole, replicas)
     done, before = segment.done.updates, segment.before_table.updates
-    # Those of a short batch are fewer, and all read alike.
+    # A short batch has fewer pieces, and all read alike.
     size = segment.pieces // segment.whole.per_sequence * replicas or None
     return rule, [[[v + before for v in r] for r in of[:size]] for of in of_table[done - before :]]
 
@@ -185,14 +185,14 @@ def _pieces(
     own: Reference,
     seed: int | None,
 ) -> Iterator[Piece]:
-    """The data in its order, in micro-batches, with what they read."""
+    """The data in order, in micro-batches, with the versions that they read."""
     table, trees, reads = segment.table, own.arithmetic.trees, chain.from_iterable(reading)
     for b in range(table.batches):
-        microbatches = table.microbatches // table.per_sequence  # the reference leaves them whole
+        microbatches = table.microbatches // table.per_sequence  # the reference does not slice
         parts = cut_batch(batches[b], microbatches * replicas, b, trees)
         for k, part in enumerate(parts):
             replica, i = divmod(k, microbatches)
-            # A short batch has as many numbers as any.
+            # A short batch takes up as many numbers as any.
             number = (segment.batches[b] * replicas + replica) * segment.whole.microbatches + i
             stages = range(table.model_stages)
             drawn = None if seed is None else [int(seed_for(seed, s, number)) for s in stages]
@@ -202,7 +202,7 @@ def _pieces(
 
 # ---- the papers' rules: which weights each update's gradient is taken at
 #
-# `rule_of` alone looks at the versions that the schedule has, to choose a rule.
+# Only `rule_of` looks at the schedule's versions, to choose a rule.
 
 
 def reading_of(table: Schedule, replicas: int) -> tuple[str, Reading]:
@@ -226,7 +226,7 @@ def version_read(rule: str, t: int, stage: int, stages: int) -> int:
 
 def by_rows(table: Schedule) -> Reading:
     """What any table's micro-batches read: the updates before each forward in its row."""
-    # Walk each row; a stage is in one row, so that counting its updates there is enough.
+    # Walk each row: it has all updates of its stages.
     before = {}
     updates_made = [0] * table.stages
     for row in table.rows:
@@ -234,7 +234,7 @@ def by_rows(table: Schedule) -> Reading:
             updates_made[stage] += kind.name == "U"
             if kind.name == "F":
                 before[stage, number] = updates_made[stage]
-    # Micro-batches of an update: all have equally many. Slices of a sequence read the same.
+    # All updates have the same number of micro-batches. Slices of a sequence read the same.
     size, step = (1 + max(number for _, number in before)) // table.updates, table.per_sequence
     return [
         [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size, step)]
@@ -243,9 +243,9 @@ def by_rows(table: Schedule) -> Reading:
 
 
 def rule_of(schedule: Schedule) -> str:
-    """The paper's rule whose versions are the table's; else the rule that reads them off the rows.
+    """The paper's rule that gives the table's versions; else TABLE, which reads them off the rows.
 
-    ValueError for a table that reads by a rule which neither describes.
+    ValueError for a table that neither describes.
     """
     n, size = schedule.stages, schedule.per_update
     if not schedule.asynchronous:

@@ -21,11 +21,11 @@ Sums = list[dict[str, Any]]  # of gradients, by stage and name
 
 
 class Piece(NamedTuple):
-    """The result of one forward and backward of the reference, of a batch or a part of it.
+    """The data of one forward and backward of the reference: a batch or a part of it.
 
-    reads  the weight version of every stage
-    seeds  the random numbers that every stage's forward draws from; None if they draw none
-    replica  which one computes it: each has its own buffers, and a run gives back the first's
+    reads    the weight version of every stage
+    seeds    of the random numbers that every stage's forward draws; None if they draw none
+    replica  that computes it: each has its own buffers, and a run returns the first one's
     """
 
     x: Any
@@ -43,34 +43,34 @@ class Jitter(NamedTuple):
 
 
 class ReferenceMemory:
-    """The state that modules keep beside their weights, as it was at one time."""
+    """The state that modules keep beside their weights, as it was at one moment."""
 
     def restore(self) -> None:
-        """Let them remember it again."""
+        """Put it back into the modules."""
 
     def differs(self) -> bool:
-        """Whether something of it, such as a buffer or a count, is another one now."""
+        """Whether any of it, such as a buffer or a count, has changed since."""
         return False
 
 
 class Arithmetic(Protocol):
     """A library's arithmetic for the reference: a model's losses, gradients and steps.
 
-    eps          "NAME of stage S" -> from 1 to the next number in the type of a weight or buffer
+    eps          "NAME of stage S" -> the eps of the type of a weight or buffer
     eps_of_loss  the same of the latest loss
     drew         whether the latest forward of a piece with seeds has drawn random numbers;
                  `ever_drew`: whether any has
     coarsest     the largest eps of what is trained, or of mixed precision
-    mixed        the eps of mixed precision, which leaves the optimizer alone; else 0
+    mixed        the eps of mixed precision, which the optimizer does not use; 0 without it
     computes_in  the name of the precision that it computes in
-    start        by stage, what a checkpoint holds that the training goes on from, if it does
-    history      [stage][version], the weights to begin with, in any precision; not to write into
+    start        by stage, the contents of the checkpoint that training continues from, if any
+    history      [stage][version], the weights to begin with, in any precision; read-only
     trained      by stage, the names of the weights that are trained
-    repeated     tied weights where they are named again, as in `eps`
+    repeated     further names of tied weights, as in `eps`
     trees        how its library takes data apart
     at_once      elements of a tensor that are compared at once
-    sparing      whether a stage's forward is computed again for its backward, so that what it keeps
-                 is there for one stage at a time
+    sparing      whether backwards recompute their stage's forward, so that only one stage's
+                 activations exist at a time
     """
 
     eps: dict[str, float]
@@ -91,57 +91,57 @@ class Arithmetic(Protocol):
     def compute(
         self, weights: Sequence[Weights], piece: Piece, unit: float, sums: Sums | None = None
     ) -> tuple[float, float, float]:
-        """The stages with these weights, and the loss.
+        """Run the stages with these weights, and the loss.
 
-        Returns the mean, how many it is the mean of (count), and count / unit as the loss's type
-        has it. The gradients of mean x that are added to `sums`, by stage and name, but for the
-        weights that the loss does not depend on; zeros of what counts nothing.
+        Returns the mean, the count that it is the mean of, and count / unit, rounded to the loss's
+        type. Adds the gradients of mean * count / unit to `sums`, by stage and name, except for
+        weights that the loss does not depend on; zeros if the count is 0.
         """
 
     def joined_loss(self, weights: Sequence[Weights], pieces: Sequence[Piece]) -> float:
         """The loss of all their outputs together, though each is computed on its own."""
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
-        """The eps of the coarsest type that a finer one is rounded to meanwhile; 0 if none is."""
+        """The eps of the coarsest type that `compute` rounds a finer one to; 0 if it never does."""
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
-        """The weights after the optimizer's step; one without a gradient is left alone."""
+        """The weights after the optimizer's step; a weight without a gradient stays as it is."""
 
     def place(self, stage: int, weights: Weights) -> Weights:
-        """Copies of a stage's weights, from anywhere, as this arithmetic computes with them."""
+        """Copies of a stage's weights, from anywhere, in the form that this arithmetic needs."""
 
     def wrote(self, given: Weights, copies: Weights) -> bool:
-        """Whether a forward has written into these copies, as far as its library lets it."""
+        """Whether a forward has written into these copies, if its library allows that."""
         return False
 
     def release(self) -> None:
-        """Keep none of the weights that were computed with."""
+        """Drop the weights that were computed with."""
         return None
 
     def named(self, weights: Any) -> Weights:
-        """The tensors that a run gives back of a stage, by name."""
+        """The tensors that a run returns for a stage, by name."""
         return weights
 
     def dense(self, array: Any) -> Any:
-        """The same in rows that can be taken out, without a graph."""
+        """The array as a dense one, whose rows can be read, without a graph."""
         return array
 
     def widened(self, array: Any) -> Any:
-        """In float64 or complex128 on the device that computes, as `views` take it.
+        """The array in float64 or complex128 on the device that computes, as `views` needs it.
 
-        Whole numbers and truth values as they are, on the host.
+        Integers and booleans stay as they are, on the host.
         """
         return wide(on_host(array))
 
     def off(self, array: Any, size: float, seed: int) -> Any:
-        """An array whose finite numbers are each off by up to `size` of itself."""
+        """The array with each finite number off by up to `size` times itself."""
 
     def comparing(self) -> AbstractContextManager[Any]:
         """The context of comparisons, in which its library has float64."""
         return nullcontext()
 
     def buffers(self) -> Sequence[Mapping[str, Any]]:
-        """Those that forwards of the first replica have left, by stage."""
+        """The first replica's buffers, as forwards have left them, by stage."""
         return ()
 
     def remembered(self) -> "ReferenceMemory":
@@ -151,7 +151,7 @@ class Arithmetic(Protocol):
     def saved(self, states: Sequence[Any], history: Any, weights: Sequence[Any]) -> Sequence[Any]:
         """By stage, the values that each checkpoint holds, and those that it should hold.
 
-        `weights`, if there are any, are what the run gives back: the buffers should be those.
+        `weights`, if given, are what the run returns: the buffers should be the same.
         """
         return [], []
 
@@ -159,11 +159,11 @@ class Arithmetic(Protocol):
 class Reference:
     """A training in one precision; it keeps the versions still to be read, and follows the run's.
 
-    history      [stage][version], its weights; as they were given until they are computed with
-    shared_clip  whether `clip` is the norm over all stages, and not that of each
+    history      [stage][version], its weights, in the form given until they are computed with
+    shared_clip  whether `clip` limits the norm over all stages, and not that of each
     tick         is called after every piece that is not a second opinion
     traces       whether forwards may change weights, or what modules remember
-    sparing      whether an undivided batch is computed stage after stage, for want of memory
+    sparing      whether an undivided batch is computed one stage at a time, to save memory
     """
 
     def __init__(
@@ -180,8 +180,9 @@ class Reference:
         self._placed: dict[tuple[int, int], Weights] = {}  # copies, by stage and version
         self.tick: Callable[[], object] = lambda: None
         self.traces = True
-        self._before = arithmetic.remembered()  # the latest gradient or loss without a jitter
-        self._used: list[set[str]] = []  # by stage, the weights that had a gradient in it
+        # Before the latest gradients or losses without a jitter.
+        self._before = arithmetic.remembered()
+        self._used: list[set[str]] = []  # by stage, the weights that got a gradient there
 
     def losses(self, pieces: Sequence[Piece], jitter: Jitter | None = None) -> Losses:
         """The forwards alone: (mean loss, count) of every piece."""
@@ -204,14 +205,14 @@ class Reference:
     def gradients(
         self, pieces: Sequence[Piece], jitter: Jitter | None = None
     ) -> tuple[Losses, Arrays]:
-        """The same, with the (clipped) gradient of an update: the mean over all that counts.
+        """The losses, and the (clipped) gradient of an update: the mean over all that counts.
 
-        With a jitter it starts from the buffers that the last one without has found, and leaves no
-        trace in them.
+        With a jitter it starts from the same buffers as the last call without, and leaves no trace
+        in them.
         """
         # [1] sums over the pieces, of gradients and of what counts
         compute, first = self.arithmetic, pieces[0]
-        # In units of about a piece's samples: float16 cannot hold larger numbers than 65,504.
+        # In units of about a piece's samples: float16 holds no number above 65,504.
         samples = samples_of((first.x, first.y), compute.trees)
         unit = 2.0 ** (samples.bit_length() - 1)
         losses, counted = [], 0.0
@@ -239,7 +240,7 @@ class Reference:
         """Clip as torch's clip_grad_norm_, over all stages or in each; tied weights count once."""
         if self.options.clip is None:
             return gradients
-        # Names end in the stage's number: with a norm for each stage that is the group.
+        # Names end in the stage's number, which is the group if each stage has its own norm.
         group = {n: "" if self.shared_clip else n.rpartition(" ")[2] for n in gradients}
         squares = dict.fromkeys(group.values(), 0.0)
         for name, g in gradients.items():
@@ -261,7 +262,7 @@ class Reference:
         return self.arrays(self.arithmetic.step([history[t] for history in self.history], used))
 
     def go_on(self, t: int, weights: Sequence[Weights], needed: Sequence[set[int]]) -> None:
-        """Go on from these weights, by stage, as version t; drop the versions not needed."""
+        """Continue from these weights, by stage, as version t; drop the versions not needed."""
         for s, of_stage in enumerate(weights):
             self.history[s] = {v: w for v, w in self.history[s].items() if v in needed[s]}
             self.history[s][t] = of_stage
@@ -272,14 +273,14 @@ class Reference:
     def takes(self, pieces: Sequence[Piece]) -> bool:
         """Whether the model takes such data: a layer may insist on a size."""
         try:
-            # A jitter of nothing computes the same, and puts back what modules remember.
+            # A jitter of size 0 changes no weight, and puts back what modules remember.
             self.losses(pieces, Jitter(1, 0.0))
             return True
         except Exception:
             return False
 
     def joined_loss(self, pieces: Sequence[Piece]) -> float | None:
-        """The loss of all their outputs together; None if it cannot be computed of these."""
+        """The loss of all their outputs together; None if it cannot be computed."""
         before = self.arithmetic.remembered()
         try:
             return self.arithmetic.joined_loss(self._of(pieces[0]), pieces)
@@ -295,7 +296,7 @@ class Reference:
         return self.arithmetic.drew
 
     def narrowed(self, pieces: Sequence[Piece]) -> float:
-        """The eps of the coarsest type that a finer one is rounded to; 0 if none is."""
+        """The eps of the coarsest type that a finer one is rounded to; 0 if none is rounded."""
         compute = self.arithmetic
         coarsest = compute.coarsest if compute.computes_in != "float64" else 0.0
         with self._given(pieces, Jitter(1, 0.0)) as given:
@@ -312,7 +313,7 @@ class Reference:
         return self.traces
 
     def left_traces(self) -> bool:
-        """The same of the latest gradients or losses without a jitter, but for weights."""
+        """Whether the latest gradients or losses without a jitter changed what modules remember."""
         return self._before.differs()
 
     def _of(self, piece: Piece) -> list[Weights]:
@@ -320,7 +321,7 @@ class Reference:
         return [self._copies(s, v) for s, v in enumerate(piece.reads)]
 
     def _copies(self, s: int, v: int) -> Weights:
-        """A stage's version to compute with: what a forward writes into it stays in it."""
+        """A stage's version to compute with: it keeps what a forward writes into it."""
         if (s, v) not in self._placed:
             self._placed[s, v] = self.arithmetic.place(s, self.history[s][v])
             if self.traces:
@@ -337,13 +338,13 @@ class Reference:
         }
 
     def _lazy(self, array: Any) -> Lazy:
-        """An array of the library's, now: it may be changed in place, but not replaced, later."""
+        """The library's array as bound now: changes in place will show, a replacement will not."""
         compute, shape, array = self.arithmetic, tuple(array.shape), self.arithmetic.dense(array)
         rows = array if shape else array.reshape(1)
         return Lazy(shape, lambda at: compute.widened(rows[at]), compute.at_once)
 
     def state(self) -> tuple[Arrays, Arrays]:
-        """The accepted weights, and the buffers that the forwards have left."""
+        """The latest weights, and the buffers that the forwards have left."""
         latest = [history[max(history)] for history in self.history]
         return self.arrays(latest), self.arrays(self.arithmetic.buffers())
 
@@ -353,10 +354,10 @@ class Reference:
     ) -> Iterator[Iterator[tuple[list[Weights], Piece]]]:
         """Each piece with the weights that it reads; with a jitter, off by random errors.
 
-        Such a second opinion starts from what modules remembered before the first one, and leaves
-        no trace in it.
+        Such a second opinion starts from what modules remembered before the first one, and does not
+        change what they remember now.
         """
-        # With a jitter the memory goes back to where the first opinion started, and forward again.
+        # With a jitter, memory goes back to where the first opinion started, then returns to now.
         now = self.arithmetic.remembered()
         if not jitter:
             self._before = now
@@ -364,13 +365,13 @@ class Reference:
             self._before.restore()
         self.arithmetic.sparing = self.sparing and len(pieces) == 1 and not self.traces
         try:
-            # One after another: jittered weights are copies, and one piece's are there at a time.
+            # Lazily: jittered weights are copies, and only one piece's exist at a time.
             yield ((self._weights(piece, jitter, k), piece) for k, piece in enumerate(pieces))
         finally:
             if jitter:
                 now.restore()
             self.arithmetic.release()
-            # The first forward may have written into none, such as an embedding with a max_norm.
+            # A later forward may be the first to write into weights (an embedding with a max_norm).
             if not (jitter or self.traces):
                 pairs = ((self.history[s][v], copies) for (s, v), copies in self._placed.items())
                 self.traces = any(self.arithmetic.wrote(*pair) for pair in pairs)
@@ -381,9 +382,9 @@ class Reference:
                 self._placed.clear()
 
     def _weights(self, piece: Piece, jitter: Jitter | None, number: int) -> list[Weights]:
-        """Those that a piece reads; with a jitter copies, since a forward may write into them.
+        """The weights that a piece reads; with a jitter copies, since forwards may write into them.
 
-        Frozen weights are exact: they may be numbers of rows or of a range.
+        Frozen weights stay exact: they may be indices, of rows or of a range.
         """
         if not (jitter and (jitter.size or self.traces)):
             return self._of(piece)
@@ -401,7 +402,7 @@ class Reference:
 
 
 def _times(array: Lazy, factor: float | None) -> Lazy:
-    """An array times a number; None: zeros, whatever it holds."""
+    """An array times a number; zeros if that is None, whatever the array holds."""
 
     def read(rows: slice) -> Any:
         found = array.read(rows)

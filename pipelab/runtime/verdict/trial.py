@@ -34,18 +34,17 @@ COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss 
 class Trial:
     """A run beside its two references, which go from update to update with its own weights.
 
-    own    the reference in the run's precision
-    truth  the reference, as precise as can be
-    found  what has been compared so far, from update `first` on; `counted`: the losses that have
-    narrowed  the eps of the coarsest type that the truth, or else our own, rounds to inside: 0 if
-              the truth computes in float64 throughout; `coarse`: too coarse to tell a loss that is
-              no mean by its rounding
-    unset  where buffers were nan before the first forward
-    joins  whether the loss of micro-batches' outputs together should be the mean of theirs, though
-           stages cannot take the batch undivided
+    own       the reference in the run's precision
+    truth     the reference, as precise as possible
+    found     what has been compared so far, from update `first` on; `counted`: the losses compared
+    narrowed  the eps of the coarsest type that the truth rounds to inside: 0 if it computes in
+              float64 throughout; `coarse`: too coarse to tell a loss that is not a mean
+    unset     where buffers were nan before the first forward
+    joins     whether the loss of all micro-batches' outputs together should be the mean of their
+              losses, though stages cannot take the batch undivided
 
-    After the first update that counts anything, what agrees with our own computing to the last
-    digit needs no truth: it is no further from it than our own, which is the noise.
+    After the first update that counts any sample, a run that agrees with `own` to the last digit
+    needs no truth: it is no further from the truth than `own`, and that distance is the noise.
     """
 
     def __init__(
@@ -60,14 +59,14 @@ class Trial:
     ) -> None:
         self.result, self.own, self.truth = result, own, truth
         self.found, self.narrowed = Comparison(tolerance), narrowed
-        # A loss that takes its logits in float32 is off by what second opinions show as well.
+        # Float32 is not too coarse: second opinions show how far a loss in it is off, too.
         self.coarse = narrowed > EPS_32 or truth.arithmetic.computes_in != "float64"
         self.first, self.joins = t, False
         self.counted: Losses = []
         self.unset = {name: np.isnan(of.whole()) for name, of in own.state()[1].items()}
         if own.arithmetic.start:  # did the reference load all that the checkpoint holds?
             self.compare_saved("the checkpoint to go on from", own.arithmetic.start)
-        # The same computed twice must be equal, or all that follows would look like rounding.
+        # A loss computed twice must be equal, or all that follows would look like rounding.
         no_trace = Jitter(1, 0.0)
         a, b = ((own.losses([first], no_trace)[0]) for _ in range(2))
         label = "a loss computed twice (does a forward draw random numbers? give a seed)"
@@ -84,21 +83,21 @@ class Trial:
     ) -> None:
         """The gradient of update t, and the losses of its micro-batches.
 
-        pieces     the data as the run computed it
-        undivided  the same as the truth computes it, where the rule allows it
+        pieces     the data, cut as in the run
+        undivided  the same for the truth, where the rule allows it
         """
         own, compute = self.own, self.own.arithmetic
         own_losses, own_gradients = own.gradients(pieces)
-        # The first piece may have left none: an average starts where the weights do, and a count of
-        # what an expert was given with the first that it is.
+        # The first piece may have left none: an average begins equal to the weights, and an expert
+        # may get no sample from it to count.
         if own.traces or own.left_traces():
             own.traces = self.truth.traces = True
         if own.traces:
             undivided = None
         run = own.arrays([step.gradients for step in steps])
-        # What counts nothing, such as a batch of padding, says nothing of the truth.
+        # What counts nothing, such as a batch of padding, says nothing about the truth.
         judged = any(count for _, count in self.counted)
-        # Where forwards leave traces, the truth has to make them all.
+        # Where forwards leave traces, the truth has to run them all.
         may_agree = judged and not own.traces and not (undivided and self.coarse)
         if may_agree and self._agree(run, own_gradients, own_losses):
             if undivided:
@@ -107,10 +106,10 @@ class Trial:
             return
         losses, gradients = self.truth.gradients([undivided] if undivided else pieces)
         again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
-        # Whether our own computing, in micro-batches, is as near as rounding allows.
+        # Whether `own`, in micro-batches, is as near as rounding allows.
         near, limit = True, self.found.check.tolerance * NEAR * compute.coarsest
         for name, expected in gradients.items():
-            # A second opinion is off by the coarsest rounding that there is anywhere inside.
+            # A second opinion is off by the coarsest rounding anywhere inside.
             size = max(compute.eps[name], self.narrowed, compute.mixed)
             visible = self._compare_gradient(
                 t, name, run[name], expected, own_gradients[name], again(name, size)
@@ -118,11 +117,11 @@ class Trial:
             near = near and visible is not None and visible <= limit
         if undivided and self.coarse:
             self._compare_narrowed_cut(gradients, own_gradients, pieces)
-        # A Trainer looks at its first batch only, of the many that it checks.
+        # Of the many batches that a Trainer checks, only its first is cut here.
         begins = not judged and not (self.first and own.options.endless)
         cut_up: Losses = []
         if undivided and begins and not (self.coarse or near):
-            own_gradients.clear()  # here is most in memory: another truth's gradients
+            own_gradients.clear()  # memory peaks here, with the truth's gradients twice
             cut_up = self._compare_cut(gradients, pieces)
         elif self.joins and begins and self.narrowed <= EPS_32 and not own.traces:
             self._compare_joined_loss(losses, pieces)  # by the same forwards once more
@@ -137,15 +136,15 @@ class Trial:
         return visible
 
     def _compare_cut(self, whole: Arrays, pieces: Sequence[Piece]) -> Losses:
-        """The batch's gradient, `whole` and in micro-batches; returns the losses of these.
+        """The batch's gradient, `whole` and in micro-batches; returns the micro-batches' losses.
 
-        If they differ in float64, the loss depends on how the batch is cut. Our own computing,
-        which cuts it, is then off by that, and so may any run be. This shows in every tensor of the
-        first update; the losses show it in all. A jitter leaves no trace in the buffers.
+        If the two differ in float64, the loss depends on how the batch is cut. `own`, which cuts
+        it, is then off by that much, and so may any run be. The first update shows this in every
+        tensor, later ones in their losses. A jitter leaves no trace in the buffers.
         """
         truth = self.truth
         losses, exact = truth.gradients(pieces, Jitter(1, 0.0))
-        # Second opinions: first how far its own rounding leads.
+        # Second opinions; the first shows how far float64's own rounding leads.
         sizes = {1: EPS_64}
         near = opinions(lambda d: truth.gradients(pieces, Jitter(d, sizes.get(d, EPS_32)))[1])
         for name, gradient in whole.items():
@@ -154,11 +153,11 @@ class Trial:
         return losses
 
     def _compare_narrowed_cut(self, whole: Arrays, cut_up: Arrays, pieces: Sequence[Piece]) -> None:
-        """The same of the batch, where a layer computes in bfloat16, say, whatever it is given.
+        """The same where a layer computes in bfloat16, say, whatever its input's type.
 
-        Only what is far off counts, all tensors as one, since those that vanish are noise; and a
-        truth that is no more precise than our own is rounded each time that a micro-batch is added.
-        `cut_up` is our own.
+        Only large differences count, over all tensors as one, since those that vanish are noise. A
+        truth no more precise than `own` is rounded each time that a micro-batch is added. `cut_up`
+        is the gradient of `own`.
         """
         own, truth, found = self.own, self.truth, self.found
         eps, coarsest = COARSE, own.arithmetic.coarsest
@@ -180,8 +179,8 @@ class Trial:
     ) -> None:
         """The losses of the next micro-batches; one that counts nothing has none.
 
-        near   by our own
-        exact  by the truth, maybe of the undivided batch; `cut_up` its own, if they are known
+        near   of `own`
+        exact  of the truth, maybe for the undivided batch; `cut_up` for micro-batches, if known
         """
         first, own = len(self.counted), self.own
         if len(exact) < len(pieces):
@@ -211,7 +210,7 @@ class Trial:
         self.counted += [(mean, count) for mean, (_, count) in zip(reported, losses, strict=True)]
 
     def _agree(self, run: Arrays, own: Arrays, losses: Losses) -> bool:
-        """Whether the run's losses and gradients are our own, but for rounding a number once."""
+        """Whether the run's losses and gradients equal `own` to within one rounding each."""
         eps = self.own.arithmetic.eps
         return self._as_reported(losses) and all(agree(run[n], own[n], eps[n]) for n in own)
 
@@ -223,22 +222,22 @@ class Trial:
         )
 
     def _is_mean(self, losses: Losses, whole: float) -> bool:
-        """Whether they make up the batch's loss as precisely as single precision shows."""
+        """Whether their mean is the batch's loss, as precisely as single precision shows."""
         (mean,), own = mean_losses(losses, 1), self.own.arithmetic.eps_of_loss
         near = abs(whole - mean) <= self.found.check.tolerance * EPS_32 * abs(mean)
         return near and bool(np.isfinite(whole)) and own <= EPS_32
 
     def _compare_joined_loss(self, losses: Losses, pieces: Sequence[Piece]) -> None:
-        """The loss of all outputs together, and the mean of the micro-batches', by the truth."""
+        """The truth's loss of all outputs together, and the mean of the micro-batches' losses."""
         eps, whole = self.truth.arithmetic.eps_of_loss, self.truth.joined_loss(pieces)
         if whole is not None and eps <= EPS_32 and any(count for _, count in losses):
-            # In single precision it may be a sum over many, in another order.
+            # In single precision it may be a long sum in another order.
             self._compare_cut_loss(whole, losses, pieces, EPS_32 if eps < EPS_32 else 2**8 * EPS_32)
 
     def _compare_cut_loss(
         self, whole: float, exact: Losses, pieces: Sequence[Piece], eps: float = EPS_32
     ) -> None:
-        """The batch's loss, whole and in micro-batches, by the truth."""
+        """The truth's loss of the batch, whole and in micro-batches."""
         (mean,), truth = mean_losses(exact, 1), self.truth
         again = opinions(lambda d: mean_losses(truth.losses(pieces, Jitter(d, EPS_32)), 1))
         label = f"the undivided batch's loss {IS_IT_A_MEAN}"
@@ -247,7 +246,7 @@ class Trial:
     def _compare_whole_loss(
         self, losses: Losses, pieces: Sequence[Piece], undivided: Piece
     ) -> None:
-        """The same, by the truth only where our own does not show that they are equal."""
+        """The same; the truth is asked only where `own` does not show that they are equal."""
         own, truth = self.own, self.truth
         [(whole, _)] = own.losses([undivided], Jitter(1, 0.0))
         if not self._is_mean(losses, whole):
@@ -258,9 +257,9 @@ class Trial:
     def compare_step(self, t: int, steps: Sequence[Step]) -> None:
         """The optimizer's step from the run's own gradient, in the run's own precision.
 
-        The same numbers go in, so that only the order of a few operations may differ: that is an
-        eps of the change. The new weight is rounded as well, but a coarse weight hides no step that
-        is left out: in bfloat16 it comes out equal to the last bit, or it is wrong.
+        The same numbers go in, so only the order of a few operations may differ: by an eps of the
+        change. The new weight is rounded as well. But even a coarse weight hides no missing step:
+        in bfloat16 it is equal to the last bit, or it is wrong.
         """
         own = self.own
         before = own.arrays([history[t] for history in own.history])
@@ -270,7 +269,7 @@ class Trial:
         for name, expected in after.items():
             same = equal(run[name], expected)
             if t > self.first and same:
-                continue  # no more than the first update's could be said of it
+                continue  # it would tell no more than the first update's
             floor = _of_step(own.arithmetic.eps.get(name, 0.0), expected, gradients.get(name))
             step = _changed(expected, before[name])
             run_step = step if same else _changed(run[name], before[name])
@@ -278,18 +277,17 @@ class Trial:
             self.found.visible[1].extend([visible] if visible else [])
 
     def go_on(self, version: int, steps: Sequence[Step], ahead: Reading) -> None:
-        """From the run's own weights as this version; keep those that are read `ahead`."""
+        """Continue from the run's own weights as this version; keep those read `ahead`."""
         reads = [of_piece for of_update in ahead for of_piece in of_update]
         needed = [{version, *(of[s] for of in reads)} for s in range(len(steps))]
-        # From the same weights, so that a difference of one update is not counted in all later
-        # ones.
+        # Both use the run's weights, so that later updates do not count a difference again.
         for reference in (self.truth, self.own):
             reference.go_on(version, [step.weights for step in steps], needed)
 
     def compare_results(
         self, replica_steps: Sequence[Sequence[Sequence[Step]]], saved: Sequence[Any]
     ) -> None:
-        """All that is there in the end."""
+        """Compare all that there is in the end."""
         self.compare_batches()
         if self.own.options.training:
             self.compare_replicas(replica_steps)
@@ -298,7 +296,7 @@ class Trial:
             self.compare_saved("the checkpoint", saved, self.result.weights)
 
     def compare_batches(self) -> None:
-        """The losses of whole batches: the means of those reported of the micro-batches."""
+        """The losses of whole batches: the means of the micro-batches' reported losses."""
         means = mean_losses(self.counted, len(self.result.losses))
         for b, (got, mean) in enumerate(zip(self.result.losses, means, strict=True)):
             self.found.add(f"the loss of batch {b}", got, mean, EPS_32 * abs(mean))
@@ -322,7 +320,7 @@ class Trial:
             self.found.add(f"the trained weight {name}", run[name], weight, unset=True)
 
     def compare_buffers(self, pieces: Sequence[Piece]) -> None:
-        """The buffers that the run gives back, after the last update's pieces."""
+        """The buffers that the run returns, after the last update's pieces."""
         own, compute = self.own, self.own.arithmetic
         run, near = own.arrays(self.result.weights), own.state()[1]
         again = opinions(lambda draw, size: own.left(pieces, Jitter(draw, size)))
@@ -330,7 +328,7 @@ class Trial:
             if name not in run:  # not persistent: no state dict has it
                 continue
             eps, unset = compute.eps.get(name, 0.0), self.unset.get(name)
-            if unset is None or unset.shape != buffer.shape:  # a forward has put another there
+            if unset is None or unset.shape != buffer.shape:  # a forward has replaced it
                 unset = np.zeros(buffer.shape, bool)
             self.found.add(
                 f"buffer {name}",
@@ -338,13 +336,13 @@ class Trial:
                 buffer,
                 _share_of_it(eps),
                 near[name],
-                # A mean may be far smaller than what was added up for it, and so than its rounding.
+                # A mean may be far smaller than its summands, and than their rounding.
                 again(name, max(eps, self.narrowed, compute.mixed)),
                 unset=unset,
             )
 
     def compare_saved(self, where: str, states: Sequence[Any], weights: Sequence[Any] = ()) -> None:
-        """All that a checkpoint holds, and nothing is missing: it was saved or loaded, no more."""
+        """All that a checkpoint holds or lacks: values that were only saved or loaded."""
         own = self.own
         saved, expected = map(own.arrays, own.arithmetic.saved(states, own.history, weights))
         for name in {**saved, **expected}:
@@ -358,11 +356,11 @@ def _share_of_it(eps: float) -> Floor:
 
 
 def _of_step(eps: float, after: Lazy, gradient: Lazy | None) -> Floor:
-    """How far rounding may lead in a step: that of the change, and of the new weight."""
+    """How far rounding of the change and of the new weight may lead in a step."""
 
     def floor(rows: slice, step: Any, size: Any) -> Any:
         off = eps * size + min(eps, EPS_32) / 2 * abs(after.read(rows))
-        # Without a gradient or a decay a weight must stay as it is. With one, its step may be too
+        # Without a gradient or decay a weight must stay as it is. With either, its step may be too
         # small to show.
         moves = step != 0
         moves = moves if gradient is None else moves | (gradient.read(rows) != 0)
@@ -378,7 +376,7 @@ def _changed(after: Lazy, before: Lazy) -> Lazy:
 
 
 def _joined(arrays: Arrays) -> Lazy:
-    """All of them as one vector, which is read array by array."""
+    """All arrays as one vector, which is read array by array."""
     parts, cuts, end = {}, [], 0
     for array in arrays.values():
         for rows in array.rows():

@@ -1,8 +1,8 @@
 """A tensor's error beside its noise: as a whole, in every slice along each axis, in every element.
 
-Tensors may fill the memory of a device. They are read there part by part, by the library that they
-belong to (numpy, torch or jax.numpy, whose functions have the same names), and what comes to the
-host is a few numbers for each slice.
+Tensors may fill a device's memory. They are read there part by part, by their own library (numpy,
+torch or jax.numpy, whose functions have the same names), and only a few numbers for each slice come
+to the host.
 """
 
 import sys
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FEW = 0.05  # elements of a matrix that are no larger than rounding, as some are by chance
+FEW = 0.05  # of a matrix's elements may be no larger than rounding, by chance
 EPS_32, EPS_64 = (float(np.finfo(dtype).eps) for dtype in (np.float32, np.float64))
 GROUPS = 2**10  # of sizes: powers of four, by the upper bits of a float64's exponent
-AT_ONCE = 2**15  # elements of a part on a CPU: what is made of them stays in its cache
-SAMPLE = 2  # parts, of which the usual noise of elements is taken
-SAFE = 1e-75, 1e150  # between these the squares of a tensor and of its noise are numbers
+AT_ONCE = 2**15  # elements of a part on a CPU: intermediate results stay in its cache
+SAMPLE = 2  # parts from which the usual noise of elements is taken, or one more
+SAFE = 1e-75, 1e150  # between these, squares of a tensor and its noise neither overflow nor vanish
 # (rows, the truth there, its size) -> how far rounding may lead there
 Floor = Callable[[slice, Any, Any], Any]
 
@@ -27,10 +27,10 @@ Floor = Callable[[slice, Any, Any], Any]
 class Lazy:
     """An array that is read in parts.
 
-    read     some of its rows (all of a number), in float64 or complex128; whole numbers and truth
-             values as they are
+    read     some of its rows (all of a number), in float64 or complex128; integers and booleans as
+             they are
     at_once  elements of a part
-    cuts     the parts, where they are not just as many rows each
+    cuts     the parts, where they do not all have the same number of rows
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Lazy:
 
     @classmethod
     def of(cls, array: Any) -> "Lazy":
-        """A number or an array of numpy, unless it is one already."""
+        """A number or a numpy array as a Lazy, unless it is one already."""
         if isinstance(array, Lazy):
             return array
         array = np.asarray(array)
@@ -77,7 +77,7 @@ Array = Lazy | np.ndarray | float
 
 
 def wide(array: np.ndarray) -> np.ndarray:
-    """In float64 or complex128; whole numbers and truth values as they are."""
+    """The array in float64 or complex128; integers and booleans as they are."""
     if array.dtype.kind in "biu":
         return array
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64, copy=False)
@@ -91,10 +91,10 @@ def on_host(array: Any) -> np.ndarray:
 class Tensors:
     """The arrays that a tensor is judged by, all of one shape.
 
-    floor     how far rounding may lead in every element, whatever our own computing says
-    own       our own computing, which is off by its rounding
-    unset     where nan equals nan, since nothing was ever put there
-    opinions  second opinions: what our own computing says if its input is off by a rounding error
+    floor     how far rounding may lead in every element, whatever `own` is
+    own       the reference in the run's precision, off by its rounding
+    unset     where nan equals nan, since nothing was ever written there
+    opinions  second opinions: `own` again, from an input that is off by a rounding error
     """
 
     run: Lazy
@@ -113,7 +113,7 @@ class Tensors:
         own: Array | None,
         unset: np.ndarray | bool,
     ) -> "Tensors":
-        """The same of whatever arrays or numbers."""
+        """Tensors from any arrays or numbers."""
         if isinstance(floor, np.ndarray):
             noise = Lazy.of(floor)
             floor = lambda rows, truth, size: noise.read(rows)  # noqa: E731
@@ -147,12 +147,12 @@ class Tensors:
 
 
 class OfPart(NamedTuple):
-    """What is found in some rows: of the error, the size and the noise, in this order.
+    """Statistics of some rows: of the error, the size and the noise, in this order.
 
-    largest, total  element, and sum of squares
-    sums            of squares, of the slices along each axis
-    ratio           the largest of error / noise in an element; `place`: where
-    hidden          elements of which nothing can be said; `first`: one of them
+    largest, total  the largest element, and the sum of squares
+    sums            the sums of squares of the slices along each axis
+    ratio           the largest error / noise of an element; `place`: where
+    hidden          how many elements cannot be judged; `first`: the first of them
     """
 
     largest: list[float]
@@ -181,7 +181,7 @@ class Views:
         self.measure()
 
     def measure(self) -> None:
-        """Read all parts, and compare; again after a second opinion."""
+        """Read all parts, and compare; call it again after a second opinion."""
         rows = list(self.tensors.truth.rows())
         sampled = rows[:: max(1, len(rows) // SAMPLE)]
         found = self._compare(rows, sampled)
@@ -203,7 +203,7 @@ class Views:
             + [largest * np.sqrt(of_axis[q]) for of_axis in found.sums]
             for q in range(3)
         )
-        # [2] a slice has at least the usual noise of those about as large
+        # [2] a slice has at least the usual noise of slices about as large
         self.limits = [self.noises[0]]
         for size, noise in zip(self.sizes[1:], self.noises[1:], strict=True):
             usual = _usual(noise, size)
@@ -219,7 +219,7 @@ class Views:
         return found
 
     def _summed(self, rows: Sequence[slice], sampled: Sequence[slice], scale: float) -> OfPart:
-        """All parts together; the squares are those of everything / scale."""
+        """All parts together; everything is divided by `scale` before it is squared."""
         usual = None
         if self.by_element:
             found = [self._groups_of(scale, at) for at in sampled]
@@ -247,7 +247,7 @@ class Views:
         _, size, noise = self.tensors.read(rows)
         groups, squares = _group_of(size).reshape(-1), (noise / scale).reshape(-1) ** 2
         xp = library(groups)
-        if not isfinite(float(squares.sum())):  # infinite noise says nothing of the others'
+        if not isfinite(float(squares.sum())):  # infinite noise says nothing about the others'
             squares = xp.where(xp.isfinite(squares), squares, 0.0)
         count = on_host(xp.bincount(groups, minlength=GROUPS))
         return count, on_host(xp.bincount(groups, squares, minlength=GROUPS))
@@ -270,11 +270,10 @@ class Views:
     ) -> OfPart:
         xp = library(error)
         if not found.largest[0]:
-            # What is equal to the last bit is right; but of two zeros nothing is known where our
-            # own computing has made something else of them.
+            # What is equal to the last bit is right, except two zeros where there is noise.
             hidden = (size == 0) & (noise > 0)
             return found._replace(**_which(hidden, rows))
-        # An element has at least the usual noise of those about as large.
+        # An element has at least the usual noise of elements about as large.
         limit = _chance(self.count, self.count) * xp.maximum(noise, _of_groups(usual, size))
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = error / limit
@@ -301,9 +300,9 @@ class Views:
         return float(error / size) if size and np.isfinite(error) else float(np.inf)
 
     def blind(self) -> list[str]:
-        """Where zeros would pass as well, and are not known to be right to the last bit.
+        """Where zeros would pass as well, and the run is not equal to the last bit.
 
-        [""] if that is the whole tensor, else the slices along each axis.
+        [""] if that is the whole tensor, else the slices along each axis, and the elements.
         """
         found: list[str] = []
         views = [None, *self.axes]
@@ -312,8 +311,7 @@ class Views:
             # Zeros in place of a slice would be wrong by its size: within the tolerance, they would
             # pass.
             hidden = (limit > 0) & (size <= self.tolerance * limit)
-            # But what is equal to the last bit is right; or both are zeros, and nothing is known
-            # where our own computing has made something else of them.
+            # But what is equal to the last bit is right, except two zeros where there is noise.
             hidden &= (error > 0) | (size == 0) & (noise > 0)
             if axis is None and hidden.all():
                 return [""]
@@ -336,26 +334,26 @@ class Views:
 
 
 def library(array: Any) -> Any:
-    """The module of functions for it: numpy, torch or jax.numpy."""
+    """The module of functions for an array: numpy, torch or jax.numpy."""
     if hasattr(array, "__array_namespace__"):  # torch's tensors have none
         return array.__array_namespace__()
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def is_whole(array: Any) -> bool:
-    """Whether it is of whole numbers or truth values, which are exact."""
+    """Whether it is a numpy array of integers or booleans, which are exact."""
     return isinstance(array, np.ndarray) and array.dtype.kind in "biu"
 
 
 def distance(a: Any, b: Any, unset: Any = False) -> Any:
-    """|a - b| of each element: 0 where they are equal, infinite ones too; infinite beside nan.
+    """|a - b| of each element: 0 where both are equal, also if infinite; infinite beside nan.
 
     unset  where nan equals nan
     """
     xp = library(b)
     if is_whole(a) and is_whole(b):
         gap = np.abs(a.astype(np.float64) - b)  # unsigned ones would wrap around
-        return np.where(a == b, 0.0, np.maximum(gap, 1.0))  # large ones are equal as floats
+        return np.where(a == b, 0.0, np.maximum(gap, 1.0))  # large ones may be equal as floats
     with np.errstate(invalid="ignore", over="ignore"):
         gap = abs(a - b)
     if isfinite(float(gap.max())):
@@ -367,7 +365,7 @@ def distance(a: Any, b: Any, unset: Any = False) -> Any:
 
 
 def agree(a: Lazy, b: Lazy, eps: float) -> bool:
-    """Whether they differ by the rounding of one number, at most, in every element."""
+    """Whether every element differs by at most one rounding."""
     return a.shape == b.shape and all(
         bool((abs(a.read(rows) - there) <= eps * abs(there)).all())
         for rows, there in zip(b.rows(), b.parts(), strict=True)
@@ -382,7 +380,7 @@ def equal(a: Lazy, b: Lazy) -> bool:
 
 
 def change(after: Any, before: Any) -> Any:
-    """after - before; 0 where both are the same infinity or nan. Of whole numbers, `after`."""
+    """after - before; 0 where both are the same infinity or nan. For integers, `after`."""
     if is_whole(after):
         return after
     xp = library(after)
@@ -395,14 +393,14 @@ def change(after: Any, before: Any) -> Any:
 
 
 def rounding(eps: float) -> Floor:
-    """An eps of each element; but a number below the smallest normal one may round to zero."""
+    """An eps of each element, and the smallest normal number: less may round to zero."""
     smallest = float(np.finfo(np.float32 if eps >= EPS_32 else np.float64).tiny)
     return lambda rows, truth, size: eps * size + smallest * (size != 0)
 
 
 def _group_of(sizes: Any) -> Any:
-    """Of each size >= 0 in float64, its power of four, counted from the smallest."""
-    # The exponent's upper ten bits, as whole numbers: much quicker than to compute it.
+    """The power of four of each size >= 0 in float64, counted from the smallest."""
+    # The exponent's upper ten bits, as an integer: much quicker than a logarithm.
     if isinstance(sizes, np.ndarray):
         return sizes.view(np.int64) >> 53
     xp = library(sizes)
@@ -436,9 +434,9 @@ def _element(place: tuple[int, ...]) -> str:
 
 
 def _chance(slices: int, elements: int) -> float:
-    """How many times the usual one the largest norm of a random error is, about.
+    """About how many times the usual norm the largest one is, in slices of a random error.
 
-    Of that many slices, which have the elements in equal parts.
+    The slices have equal shares of the elements.
     """
     return float(1 + np.sqrt(2 * np.log(slices) * slices / elements))
 
@@ -446,8 +444,8 @@ def _chance(slices: int, elements: int) -> float:
 def _usual(noise: np.ndarray, size: np.ndarray) -> np.ndarray:
     """The usual noise of the slices about as large as each: their root mean square.
 
-    That of one slice alone may be small by chance. Slices of other sizes say nothing of it; but
-    where the truth is zero, by the last digits of a sum, it is as usual in the whole.
+    A single slice's noise may be small by chance. Slices of other sizes say nothing about it; but
+    where the truth is zero, by the last digits of a sum, the mean over all slices counts.
     """
     known = np.where(np.isfinite(noise), noise, 0.0)
     scale = known.max(initial=0.0) or 1.0
@@ -459,6 +457,6 @@ def _usual(noise: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def _ratios(error: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """error / noise; 0 / 0 counts as 0. Where our own computing is infinite nothing is known: 0."""
+    """error / noise; 0 / 0 counts as 0. Infinite noise tells nothing: 0, too."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where((error == 0) | np.isinf(noise), 0.0, error / noise)
