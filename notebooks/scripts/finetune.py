@@ -56,6 +56,6 @@ with Trainer(make("pipedream_flush", len(stages), 8), stages, losses.causal_loss
                 trainer.print(step)
         trainer.print("held out:", trainer.evaluate([collate(passages[:32])]))
         trainer.save(last := options.folder / f"step_{trainer.number:06}")
-if os.environ.get("RANK", "0") == "0":  # the last checkpoint's weights, of all stages, into the model
+if last and os.environ.get("RANK", "0") == "0":  # the last checkpoint's weights, of all stages, into the model
     load(stages, last)
     model.save_pretrained(options.folder / "model")

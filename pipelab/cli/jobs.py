@@ -19,8 +19,9 @@ def start_lines(answer: Answer) -> list[str]:
     virtual = f" --virtual {choice.virtual}" if takes(choice.schedule, "virtual") else ""
     longest = f" --longest {choice.longest}" if choice.longest > 1 else ""
     table = f"{choice.schedule} --devices {p} --microbatches {choice.microbatches}"
-    table += virtual + longest + (f" --slices {choice.slices}" if choice.slices > 1 else "")
-    table += f" --memory {choice.memory:g}" if choice.memory else ""
+    table += virtual + longest + (f" --memory {choice.room:g}" if choice.room else "")
+    if choice.slices > 1:
+        table += f" --slices {','.join(f'{1000 * x:.0f}' for x in best.problem.lengths(choice))}"
     table += " --overlap" if best.problem.pairs and choice.schedule == "dualpipe_v" else ""
     again = f" --recompute {choice.recompute.value}" if choice.recompute.value != "never" else ""
     job = f"run {table} --model gpt2 --balance {balance}{again}"

@@ -4,7 +4,7 @@ Commands are functions: `tyro` makes an option of each parameter and help of the
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -143,7 +143,7 @@ class TableOptions:
         batches: one after another
         memory: how many micro-batches' activations fit on a device (zb, zb_v)
         longest: the most micro-batches in a round, if more than p (interleaved)
-        slices: per sequence (seq1f1b, terapipe)
+        slices: how many per sequence, or their lengths, as shares (seq1f1b, terapipe)
         overlap: every forward overlaps with the backward right behind it
         offload: activations wait in the host's memory
         reads: which weight version a forward reads
@@ -156,7 +156,7 @@ class TableOptions:
     batches: Count = 1
     memory: Positive = None
     longest: Count = 1
-    slices: Count = None
+    slices: Counts = None
     overlap: bool = False
     offload: bool = False
     reads: Literal["latest", "first", "previous"] | None = None
@@ -176,7 +176,10 @@ class TableOptions:
         if self.devices is None or self.microbatches is None:
             raise ValueError(f"{name} needs --devices and --microbatches")
         options["reads"] = Reads[self.reads.upper()] if self.reads else None
-        return _changed(make(**options, costs=costs), *made)
+        lengths: tuple[int, ...] = self.slices or ()
+        options["slices"] = lengths[0] if len(lengths) == 1 else len(lengths) or None
+        table = make(**options, costs=costs)
+        return _changed(replace(table, slices=lengths) if len(lengths) > 1 else table, *made)
 
 
 def _changed(table: Schedule, overlap: bool, offload: bool) -> Schedule:

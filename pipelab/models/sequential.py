@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from pipelab.models import GAIN
+from pipelab.table.action import check_counts
 
 
 def split(layers: Sequence[nn.Module], balance: Sequence[int] | int) -> list[nn.Sequential]:
@@ -18,8 +19,11 @@ def split(layers: Sequence[nn.Module], balance: Sequence[int] | int) -> list[nn.
     >>> [len(stage) for stage in split(mlp(layers=8), 3)]
     [3, 3, 2]
     """
-    if isinstance(balance, int):
-        balance = [len(layers[s::balance]) for s in range(balance)]
+    if not isinstance(balance, Sequence):
+        (stages,) = check_counts(stages=balance)
+        if stages > len(layers):
+            raise ValueError(f"stages={stages} for {len(layers)} layers: give at most as many")
+        balance = [len(layers[s::stages]) for s in range(stages)]
     if sum(balance) != len(layers) or min(balance, default=0) < 1:
         raise ValueError(
             f"balance {list(balance)} for {len(layers)} layers: give every stage at least one, "

@@ -51,7 +51,8 @@ class TrainedBatch(NamedTuple):
     rates: Sequence[float]
 
     def __str__(self) -> str:
-        rates = ", ".join(f"{rate:.1e}" for rate in dict.fromkeys(self.rates)) or "not told"
+        ends = sorted({*self.rates})[:: max(len({*self.rates}) - 1, 1)]  # the least and the most
+        rates = " to ".join(f"{rate:.1e}" for rate in ends) or "not told"
         told = f"step {self.number}: loss {self.loss:.3f}, norm {self.norm:.2f}, rate {rates}"
         return f"{told}. {self.check}" if self.check else told
 

@@ -5,10 +5,11 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from pipelab import Schedule, make
+from pipelab import Costs, Schedule, make, simulate
 from pipelab.cli import main
 from pipelab.cli.report import as_json
 
@@ -560,3 +561,14 @@ def test_the_module_and_the_script_are_the_same_command():
     )
     assert done.returncode == 2
     assert done.stderr.startswith("pipelab validate: error:")
+
+
+def test_slices_by_their_number_or_their_lengths(capsys):
+    sizes = ["simulate", "seq1f1b", "--devices=2", "--microbatches=2", "--attention=0.4", "--json"]
+    shares = simulate(
+        replace(make("seq1f1b", 2, 2, slices=3), slices=(3, 2, 1)), Costs(attention=0.4)
+    )
+    even = simulate(make("seq1f1b", 2, 2, slices=3), Costs(attention=0.4))
+    for slices, expected in (("3,2,1", shares), ("3", even)):
+        main([*sizes, f"--slices={slices}"])
+        assert json.loads(capsys.readouterr().out)["makespan"] == pytest.approx(expected.makespan)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelab import make, run
@@ -131,3 +132,12 @@ def assert_alike(norms):
     for of_layers in zip(*norms, strict=True):
         for norm in of_layers:
             assert 0.1 < norm / of_layers[-1] < 10
+
+
+def test_split_into_a_number_of_stages():
+    layers = [nn.Linear(2, 2) for _ in range(7)]
+    assert [len(stage) for stage in split(layers, 3)] == [3, 2, 2]
+    assert [len(stage) for stage in split(layers, torch.tensor([7]).numpy()[0])] == [1] * 7
+    for stages, why in ((8, "stages=8 for 7 layers"), (0, "stages=0")):
+        with pytest.raises(ValueError, match=why):
+            split(layers, stages)

@@ -149,7 +149,8 @@ def every_cut(problem, choices):
 @examples(8)
 @given(profiles, st.lists(st.floats(0, 1), min_size=3, max_size=3))
 def test_the_best_plan_is_that_of_exhaustive_simulation_of_every_cut(problem, tightness):
-    """Of all schedules, under limits that a plan just fits."""
+    """Of all schedules, under limits that a plan just fits. Less room for a table that is searched
+    for makes other tables, which may be better still."""
     every = [estimate(problem, choice) for choice in every_cut(problem, choices_of(problem))]
     needs = sorted(x.memory for x in every)
     search = Enumeration(problem)
@@ -158,8 +159,10 @@ def test_the_best_plan_is_that_of_exhaustive_simulation_of_every_cut(problem, ti
         truth = min(x.step for x in every if x.memory <= limit)
         found = search.best(limit)
         assert found.memory <= limit
-        assert found.step == pytest.approx(truth, rel=1e-9)
-    assert search.smallest().memory == needs[0]
+        if found.choice.room is None:
+            assert found.step == pytest.approx(truth, rel=1e-9)
+        assert found.step <= truth * (1 + 1e-9)
+    assert search.smallest().memory <= needs[0]
 
 
 @examples(15)
@@ -265,12 +268,34 @@ def test_a_table_is_searched_for_that_fits(name, chunks):
 
     # a weight and a gradient, and the activations of a micro-batch, of each chunk
     best, less = within(6 * chunks), within(5 * chunks)
-    assert (best.choice.memory, less.choice.memory) == (None, 3)
+    assert (best.choice.room, less.choice.room) == (None, 3)
     table = make(name, 4, 8, costs=problem.costs(less.choice), memory=3)
     assert less.step == simulate(table, problem.costs(less.choice)).makespan > best.step
     assert less.memory <= 5 * chunks < best.memory and sum(less.parts.values()) == less.step
     assert " memory=3 " in str(less.choice)
     assert start_lines(SimpleNamespace(problem=problem, best=less))[1].count(" --memory 3 ") == 1
+
+
+def test_a_limit_that_one_micro_batch_just_fits():
+    """Rounding and buffers leave room for one; another stage keeps no activations."""
+    layers = (
+        Layer("l", 0.59, 2.03, 1.97, 0.14, 3.26, 0.23, weight_activations=17.96),
+        Layer("l", 3.44, 3.94, 3.72, 0.26, 11.55, 16.38, weight_activations=16.69),
+        Layer("l", 3.81, 0.35, 3.97, 3.07, 1.09, 49.92),
+    )
+    machine = Machine("small", 1, 16.42, bandwidth=1.15, latency=0.29)
+    problem = Problem(Profile(layers), machine, 2, 6, schedules=("zb",), zero=1)
+    assert find_plan(problem).best.memory <= 16.42
+    nothing = Profile((Layer("nothing", 1, 1, 1, weights=1, output=100),) * 4)
+    machine = Machine("small", 1, 203.0, bandwidth=10.0)
+    assert find_plan(Problem(nothing, machine, 4, 5, schedules=("zb",))).best.memory <= 203
+
+
+def test_a_pair_loses_one_overhead():
+    machine = Machine("any", 1e3, math.inf, 20.0, overhead=0.1)
+    own = ("overlapped_1f1b",)
+    problem = Problem(Transformer(4, 4, 2, 24, 50), machine, 1, 5, pairs=True, schedules=own)
+    assert all(estimate(problem, choice).gap >= -1e-9 for choice in problem.choices())
 
 
 def test_few_are_simulated():

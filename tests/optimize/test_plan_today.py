@@ -17,6 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from pipelab import Costs, ScheduleError, make, memory, simulate
 from pipelab.cli import main
+from pipelab.cli.jobs import start_lines
 from pipelab.optimize.cut import Layer, Profile
 from pipelab.optimize.order import gap
 from pipelab.optimize.plan import (
@@ -144,6 +145,42 @@ def test_slices_train_long_sequences_without_recomputation():
     assert cut.parts["compute"] > whole.parts["compute"]  # smaller products
     best = find_plan(problem)
     assert best.best.choice.slices == 4 and " slices=4 " in str(best)
+    # The command that starts it makes the same table: slices that take equally long.
+    (job,) = (line for line in start_lines(best) if line.startswith("pipelab run"))
+    (lengths,) = re.findall(r"--slices ([\d,]+)", job)
+    shares = [int(x) / 1000 for x in lengths.split(",")]
+    assert shares == pytest.approx(best.best.to_json()["lengths"], abs=1e-3)
+    costs = problem.costs(best.best.choice)
+    made = replace(make("seq1f1b", 4, 16, slices=4), slices=tuple(shares))
+    assert simulate(made, costs).makespan == pytest.approx(best.best.step, rel=2e-3)
+
+
+def test_tables_that_would_take_minutes_are_left_out():
+    model = Transformer(510, 1024, 8, 1048576, 1000)
+    problem = Problem(model, A100, 512, 512, schedules=("pipedream_flush",), slices=(64,))
+    longest = max(choice.pipeline for choice in problem.choices() if choice.slices > 1)
+    assert 16 <= longest < 512
+
+
+def test_one_device_may_slice_what_it_computes_again():
+    """Of layers that are made again, a slice at a time."""
+    problem = Problem(Transformer(2, 1024, 8, 65536, 1000), A100, 1, 1, slices=(16,))
+    whole = replace(problem, schedules=("pipedream_flush",), slices=(1,))
+    cut, plain = (Enumeration(each).smallest() for each in (problem, whole))
+    assert cut.choice.slices == 16 and cut.memory < 0.7 * plain.memory
+    longest = problem.lengths(cut.choice)[0]
+    assert longest > 1 / 16 and len(problem.lengths(plain.choice)) == 1
+
+
+def test_an_overlapped_sum_hides_behind_the_last_slice_alone():
+    slow = replace(A100, bandwidth=2e9, inside=2e9)
+    problem = Problem(Transformer(14, 512, 8, 16384, 1000), slow, 8, 16, slices=(2, 16))
+    few, many = (
+        next(c for c in problem.choices() if (c.slices, c.pipeline) == (k, 4)) for k in (2, 16)
+    )
+    hidden = replace(problem, overlap=True)
+    left = [hidden.of_stages(c)["update"] / problem.of_stages(c)["update"] for c in (few, many)]
+    assert (left[0] < left[1]).all()
 
 
 def test_what_attention_takes_by_hand():
@@ -164,6 +201,8 @@ def test_what_attention_takes_by_hand():
         replace(problem, slices=(17,))
     with pytest.raises(ValueError, match="a measured profile cannot be sliced"):
         Problem(Profile((Layer("one", 1, 1, 1),)), unit, 2, 2, slices=(2,))
+    with pytest.raises(ScheduleError, match=r"slices=\(1,\): for seq1f1b give numbers above 1"):
+        replace(problem, slices=(1,))
 
 
 def test_latent_attention_by_hand():

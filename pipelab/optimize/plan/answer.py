@@ -49,12 +49,14 @@ class Answer:
         best, problem, limit = self.best, self.problem, self.problem.machine.memory
         parts = [f"{name} {seconds:.4g}" for name, seconds in best.parts.items() if seconds]
         layers = stage_names(problem.profile(), best.choice.balance)
+        shares = ", ".join(f"{x:.1%}" for x in problem.lengths(best.choice))
         rate = ""
         if self.rate:
             rate = f", {self.rate / 1e12:.4g} TFLOP/s a device"
         lines = [
             f"best: {best.choice}",
             f"  layers {layers}",
+            *([f"  slices of {shares} of a sequence"] if best.choice.slices > 1 else []),
             f"  {best.step:.4g} s a batch, {best.throughput:.4g} samples/s{rate}; "
             f"{best.memory / 1e9:.4g} of {limit / 1e9:.4g} GB",
             f"  seconds: {', '.join(parts)}",

@@ -46,7 +46,7 @@ class TrainingChoice(NamedTuple):
     context       devices that share every sequence
     longest       micro-batches in a round of `interleaved`, if more than p
     slices        of a sequence, in SLICED schedules; all take equally long
-    memory        micro-batches whose activations fit on a device, of MADE schedules; default: p
+    room          micro-batches whose activations fit on a device, of MADE schedules; default: p
     """
 
     schedule: str
@@ -62,7 +62,7 @@ class TrainingChoice(NamedTuple):
     context: int = 1
     longest: int = 1
     slices: int = 1
-    memory: float | None = None
+    room: float | None = None
 
     @property
     def shared(self) -> int:
@@ -96,7 +96,7 @@ class TrainingChoice(NamedTuple):
         more = {"v": self.virtual, "t": self.tensor, "c": self.context, "rounds": self.longest}
         more |= {"slices": self.slices}
         some = "".join(f" {name}={number}" for name, number in more.items() if number > 1)
-        some += f" memory={self.memory:g}" if self.memory else ""
+        some += f" memory={self.room:g}" if self.room else ""
         again = self.recompute.value if self.keep == "all" else self.keep
         return (
             f"{self.schedule} p={self.pipeline}{some} replicas={self.replicas} "
@@ -163,6 +163,8 @@ class Problem:
         if max(self.slices, default=1) > 1:
             vars(self)["schedules"] = tuple(dict.fromkeys((*self.schedules, *SLICED)))
         known = (*FLUSH, *SPLIT, *ASYNCHRONOUS, *PAIRED, *SLICED)
+        if {*self.schedules} & {*SLICED} and max(self.slices, default=1) < 2:
+            raise ScheduleError(f"slices={self.slices}: for {SLICED[0]} give numbers above 1")
         if strange := [name for name in self.schedules if name not in known]:
             raise ScheduleError(f"schedule {strange[0]!r} cannot be used in plans: use {known}")
         if self.zero not in (None, 0, 1, 3):
@@ -243,7 +245,8 @@ class Problem:
             return 0.0
         # The same number of tokens, each attending only to itself.
         samples = layer["samples"] * self.model.sequence
-        alone = replace(self, model=replace(self.model, sequence=1), context=(1,), slices=(1,))
+        model = replace(self.model, sequence=1)
+        alone = replace(self, model=model, context=(1,), slices=(1,), schedules=FLUSH)
         rest, whole = (
             sum(layer.time for layer in profile.layers)
             for profile in (alone.profile(**layer | {"samples": samples}), self.profile(**layer))
@@ -306,7 +309,7 @@ class Problem:
                     if schedule in SLICED:  # whose stages do not run their forwards again
                         again = [way for way in again if way[0] is Recompute.NEVER]
                         slices = [
-                            k for k in self.slices if k > 1 and _is_table(schedule, p, v, m * k)
+                            k for k in self.slices if k > 1 and _is_table(schedule, p, v, m, k)
                         ]
                     for (recompute, keep), longest, k in product(again, rounds, slices):
                         yield TrainingChoice(
@@ -330,7 +333,7 @@ class Problem:
         1F1B replaces them."""
         if p > 1 or "pipedream_flush" not in self.schedules:
             return self.schedules
-        others = {*FLUSH, *SPLIT, *PAIRED, *SLICED} - {"pipedream_flush"}
+        others = {*FLUSH, *SPLIT, *PAIRED} - {"pipedream_flush"}
         return [name for name in self.schedules if name not in others]
 
     def _recomputations(self) -> list[tuple[Recompute, str]]:
@@ -370,6 +373,7 @@ class Problem:
         totals, profile = self.totals(**layer), self.profile(**layer)
         scale = choice.microbatch / (profile.samples or 1)  # measured: see _check_profile
         scale, slices = scale * choice.slices, choice.slices
+        longest = self.lengths(choice)[0]
         sizes = {name: totals[name][b] - totals[name][a] for name in ("weights", *PER_SAMPLE)}
         for name in PER_SAMPLE:
             sizes[name] *= scale
@@ -387,13 +391,13 @@ class Problem:
         # [2] the update
         update = self._summed(choice, weights, experts, passes=1 if self.zero == 3 else 2)
         if self.overlap:  # all but the last layer's runs beside the backward
-            hidden = sizes["input_grad"] + sizes["weight_grad"]
+            hidden = (sizes["input_grad"] + sizes["weight_grad"]) / slices
             update = np.maximum(update - hidden, update / np.maximum(b - a, 1))
         update = update + 2 * (state + 2 * sizes["weights"]) / machine.hbm
         # [3] one layer's activations, all of them, while it is recomputed
         if choice.keep != "all":
             whole = self.profile(**layer | {"keep": "all"}).of("activations")
-            state = state + scale / slices * max(whole - profile.of("activations"))
+            state = state + scale * longest * max(whole - profile.of("activations"))
         # [4] messages
         sent = scale * totals["crossing"]
         latency, bandwidth = machine.latency, choice.tensor * min(self._speeds(choice))
@@ -476,8 +480,14 @@ class Problem:
         """`of_stages`, for the simulator."""
         sizes = {name: np.asarray(size).tolist() for name, size in self.of_stages(choice).items()}
         del sizes["link"]
-        attention = self.attention(**choice.layer) if choice.slices > 1 else 0.0
-        return Costs(**sizes, recompute=choice.recompute, attention=attention)
+        return Costs(**sizes, recompute=choice.recompute, attention=self._squared(choice))
+
+    def _squared(self, choice: TrainingChoice) -> float:
+        return self.attention(**choice.layer) if choice.slices > 1 else 0.0
+
+    def lengths(self, choice: TrainingChoice) -> tuple[float, ...]:
+        """Of a sequence's slices, as shares of it: those that take equally long."""
+        return Costs(attention=self._squared(choice)).even_slices(choice.slices)
 
 
 PER_SAMPLE = (*PASSES, "activations", "weight_activations")  # grow with the micro-batch
@@ -493,14 +503,16 @@ def _check_profile(profile: Profile) -> None:
         )
 
 
-def _is_table(schedule: str, p: int, v: int, m: int) -> bool:
+def _is_table(schedule: str, p: int, v: int, m: int, slices: int = 1) -> bool:
     """Whether there is such a table, and making it takes only seconds."""
     if m < {"pipedream_2bw": p, "dualpipe_v": 2 * p}.get(schedule, 0):
         return False  # 2BW has no version to read yet; DualPipe-V has too few for both ends
-    if schedule == "pipedream_flush":
-        m = shorter(schedule, p, m)
+    if schedule in ("pipedream_flush", *SLICED):
+        m = shorter(schedule, p, m, slices=slices)
     # At least a forward and a backward for every stage and micro-batch.
-    return 2 * p * v * m <= MADE.get(schedule, LARGEST)
+    if slices > 1:
+        m = max(m, p)  # `make` counts so many
+    return 2 * p * v * m * slices <= MADE.get(schedule, LARGEST // 4 if slices > 1 else LARGEST)
 
 
 def _longest_rounds(schedule: str, p: int, m: int) -> list[int]:

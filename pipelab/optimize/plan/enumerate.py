@@ -14,7 +14,13 @@ from pipelab.optimize.bounds import bound
 from pipelab.optimize.plan.choices import MADE, Problem, TrainingChoice
 from pipelab.optimize.plan.cuts import fastest_cut, smallest_cut
 from pipelab.optimize.plan.estimates import Estimate, estimate
-from pipelab.optimize.plan.limits import SLACK, least_bytes, least_of_any_cut, least_seconds, room
+from pipelab.optimize.plan.limits import (
+    SLACK,
+    fitting,
+    least_bytes,
+    least_of_any_cut,
+    least_seconds,
+)
 from pipelab.predict.costs import Recompute
 from pipelab.runtime.bar import Bar
 
@@ -65,7 +71,7 @@ class Enumeration:
         self.bytes[choice] = least_bytes(choice, sizes)
         if self._is_limited(choice):
             costs, p = self.problem.costs(choice), choice.pipeline
-            limit = p if choice.memory is None else choice.memory
+            limit = p if choice.room is None else choice.room
             least = bound(costs, p, choice.microbatches, limit, placement=choice.home)
             self.seconds[choice] = max(self.seconds[choice], least.makespan + costs.overhead)
 
@@ -79,10 +85,12 @@ class Enumeration:
         it needed `excess` bytes more."""
         if not self._is_limited(choice):
             return choice
-        fit, each = room(choice, self.problem.of_stages(choice), memory)
-        now = choice.memory or choice.pipeline
-        fit = min(fit, now - (max(excess / each, QUARTER) if excess else 0.0))
-        return choice._replace(memory=fit // QUARTER * QUARTER) if fit < now else choice
+        fit, each = fitting(choice, self.problem.of_stages(choice), memory)
+        less = now = choice.room or choice.pipeline
+        if excess:
+            less = now - max(excess / each if each else 0.0, QUARTER)
+        fit = max(min(fit, less) * SLACK // QUARTER * QUARTER, 1.0)
+        return choice._replace(room=fit) if fit < now else choice
 
     def estimate(self, choice: TrainingChoice) -> Estimate:
         """Simulate it, once."""
@@ -128,8 +136,8 @@ class Enumeration:
                     excess = found.memory - memory
                     made = self._within(choice, memory, excess)
             # [4] Queue the choice for less memory, and the one with its layers cut anew.
-            news = [made] if made != choice and (made.memory or 0.0) >= 1 else []
-            if not choice.memory and (new := self._cut_anew(choice, memory, excess, cuts)):
+            news = [made] if made != choice else []
+            if not choice.room and (new := self._cut_anew(choice, memory, excess, cuts)):
                 news.append(new)
             for new in filter(allowed, news):
                 self._add(new, choice)
@@ -177,7 +185,7 @@ class Enumeration:
                 continue
             for cut in (choice, self.smallest_cut(choice._replace(balance=()))):
                 if self._is_limited(cut):
-                    cut = cut._replace(memory=1.0)
+                    cut = cut._replace(room=1.0)
                 found = self.estimate(cut)
                 if not best or found.memory < best.memory:
                     best = found

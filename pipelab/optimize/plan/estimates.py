@@ -94,7 +94,8 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         names = ("step", "throughput", "memory", "gap", "parts")
-        return self.choice.to_json() | {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in names}
+        return self.choice.to_json() | own | {"lengths": self.problem.lengths(self.choice)}
 
 
 def estimate(problem: Problem, choice: TrainingChoice) -> Estimate:
@@ -119,8 +120,8 @@ def table_for(choice: TrainingChoice, costs: Costs, whole: bool = True) -> Sched
 
 
 def _sizes(choice: TrainingChoice) -> dict[str, Any]:
-    names = ("virtual", "longest", "slices", "memory")
-    return {name: getattr(choice, name) for name in names}
+    names = ("virtual", "longest", "slices")
+    return {name: getattr(choice, name) for name in names} | {"memory": choice.room}
 
 
 def steady_seconds(choice: TrainingChoice, costs: Costs, planned: Costs | None = None) -> float:

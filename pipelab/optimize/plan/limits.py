@@ -27,8 +27,9 @@ def work(choice: TrainingChoice, sizes: Sizes) -> np.ndarray:
     m = choice.microbatches
     again = {Recompute.NEVER: 0, Recompute.EXCEPT_LAST: m - 1, Recompute.ALWAYS: m}
     once = sizes["forward"] + sizes["input_grad"] + sizes["weight_grad"]
-    once = sizes.get("together", once)  # in pairs, it may take less
     actions = 3 if choice.schedule in ("zb_h1", "zb_h2") else 2  # others may keep backwards whole
+    if "together" in sizes:  # in pairs, it may take less, and lose one overhead
+        once, actions = sizes["together"], 1
     once = once + choice.slices * actions * sizes["overhead"]
     return m * once + again[choice.recompute] * sizes["forward"]
 
@@ -105,7 +106,7 @@ def least_of_any_cut(choice: TrainingChoice, whole: Sizes) -> tuple[float, float
     return float(work(choice, whole)) / choice.pipeline, size / choice.pipeline
 
 
-def room(choice: TrainingChoice, sizes: Sizes, memory: float) -> tuple[float, float]:
+def fitting(choice: TrainingChoice, sizes: Sizes, memory: float) -> tuple[float, float]:
     """How many micro-batches' activations fit into `memory` bytes, beside weights, gradients and
     the optimizer's state, on the device where the most fit; and the most bytes of one on any."""
     beside = of_devices(choice, sizes["optimizer"] + 2 * sizes["weights"])

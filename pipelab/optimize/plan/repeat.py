@@ -18,7 +18,7 @@ from pipelab.table.action import Kind
 from pipelab.table.schedule import Schedule
 
 ALIKE = 1e-12  # relative: seconds that differ by rounding
-ROUNDS = 8  # of p micro-batches: the table in which a period is first looked for
+ROUNDS = 8  # of `round_of` micro-batches: the table in which a period is first looked for
 IN_ROUNDS = ("pipedream_flush", "interleaved", "overlapped_1f1b", "zb_h1", "zb_h2", "seq1f1b")
 
 
@@ -39,21 +39,29 @@ def settled(name: str, p: int, m: int, costs: Costs, **sizes: Any) -> tuple[int,
     """Micro-batches of a table whose middle repeats, and `makespan`, of all m."""
     rounds = ROUNDS
     while True:
-        short = shorter(name, p, m, rounds) if sizes.get("longest", 1) == 1 else m
+        slices = sizes.get("slices", 1)
+        short = shorter(name, p, m, rounds, slices) if sizes.get("longest", 1) == 1 else m
         table = table_of(name, p, short, costs=costs, **sizes)
         ends = ends_of(table, costs)
-        more = (m - short) // p  # rounds that the whole table has
+        each = round_of(p, slices)
+        more = (m - short) // each  # rounds that the whole table has
         if not more:
             return m, max(ends)
-        turns, seconds = _period(table, ends, p * table.per_sequence)
+        turns, seconds = _period(table, ends, each * table.per_sequence)
         if turns and more % turns == 0:
             return short, max(ends) + more // turns * seconds
         rounds += more % turns if turns else rounds
 
 
-def shorter(name: str, p: int, m: int, rounds: int = ROUNDS) -> int:
+def shorter(name: str, p: int, m: int, rounds: int = ROUNDS, slices: int = 1) -> int:
     """Micro-batches of a table with all parts of one with m: warm-up, rounds, drain."""
-    return min(m, m % p + rounds * p) if name in IN_ROUNDS else m
+    each = round_of(p, slices)
+    return min(m, m % each + rounds * each) if name in IN_ROUNDS else m
+
+
+def round_of(p: int, slices: int) -> int:
+    """Micro-batches of a round: p, or sequences with more slices than a device holds at once."""
+    return p if slices == 1 else p // slices + 2
 
 
 def table_of(
