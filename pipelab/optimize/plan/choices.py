@@ -330,7 +330,7 @@ class Problem:
 
     def _schedules(self, p: int) -> Sequence[str]:
         """The schedules asked for. On one device, those with a flush are like 1F1B or hold more, so
-        1F1B replaces them."""
+        1F1B replaces them; but for slices, whose layers are recomputed slice by slice."""
         if p > 1 or "pipedream_flush" not in self.schedules:
             return self.schedules
         others = {*FLUSH, *SPLIT, *PAIRED} - {"pipedream_flush"}
@@ -509,9 +509,9 @@ def _is_table(schedule: str, p: int, v: int, m: int, slices: int = 1) -> bool:
         return False  # 2BW has no version to read yet; DualPipe-V has too few for both ends
     if schedule in ("pipedream_flush", *SLICED):
         m = shorter(schedule, p, m, slices=slices)
-    # At least a forward and a backward for every stage and micro-batch.
     if slices > 1:
         m = max(m, p)  # `make` counts so many
+    # At least a forward and a backward for every stage and micro-batch.
     return 2 * p * v * m * slices <= MADE.get(schedule, LARGEST // 4 if slices > 1 else LARGEST)
 
 
