@@ -32,7 +32,7 @@ ANSWERS = {
             "sum(k.bit_length() for k in range(1, d + 1) if d % k == 0)",
         ],
         "wrong": {
-            "answer = lambda n, d: n * (n + 1) // 2": "with every submesh",
+            "answer = lambda n, d: n * (n + 1) // 2": "for every submesh",
             "answer = lambda n, d: n * (n + 1) // 2 * d.bit_length()": "several logical meshes",
             "answer = lambda n, d: n * (n + 1) // 2 * d * (d + 1) // 2": "has 1, 2, 4",
             "answer = lambda n, d: n * n * "
