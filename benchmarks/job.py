@@ -42,7 +42,7 @@ CHANGES: dict[str, dict[Path, tuple[tuple[str, str], ...]]] = {
 }
 
 
-def report(repeats: int = 2, ranks: int = 2) -> str:
+def report(repeats: int = 5, ranks: int = 2) -> str:
     """Both scripts under torchrun, in turn: lines, losses, seconds; as a Markdown page."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -137,4 +137,4 @@ def _outcome(script: Path, folder: Path, ranks: int) -> str:
 
 
 if __name__ == "__main__":
-    main(report, "job.md", repeats=2, ranks=2)
+    main(report, "job.md", repeats=5, ranks=2)
