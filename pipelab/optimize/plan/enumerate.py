@@ -69,21 +69,21 @@ class Enumeration:
         sizes = self.problem.of_stages(choice)
         self.seconds[choice] = least_seconds(choice, sizes)
         self.bytes[choice] = least_bytes(choice, sizes)
-        if self._is_limited(choice):
+        if self.is_limited(choice):
             costs, p = self.problem.costs(choice), choice.pipeline
             limit = p if choice.room is None else choice.room
             least = bound(costs, p, choice.microbatches, limit, placement=choice.home)
             self.seconds[choice] = max(self.seconds[choice], least.makespan + costs.overhead)
 
     @staticmethod
-    def _is_limited(choice: TrainingChoice) -> bool:
+    def is_limited(choice: TrainingChoice) -> bool:
         """Whether its table is searched for within a memory limit."""
         return choice.schedule in MADE and choice.recompute is Recompute.NEVER
 
     def _within(self, choice: TrainingChoice, memory: float, excess: float) -> TrainingChoice:
         """The choice, with a searched table limited to what fits into `memory` bytes, or to less if
         it needed `excess` bytes more."""
-        if not self._is_limited(choice):
+        if not self.is_limited(choice):
             return choice
         fit, each = fitting(choice, self.problem.of_stages(choice), memory)
         less = now = choice.room or choice.pipeline
@@ -184,7 +184,7 @@ class Enumeration:
                 heappush(queue, (max(self.bytes[choice], bound), number, choice))
                 continue
             for cut in (choice, self.smallest_cut(choice._replace(balance=()))):
-                if self._is_limited(cut):
+                if self.is_limited(cut):
                     cut = cut._replace(room=1.0)
                 found = self.estimate(cut)
                 if not best or found.memory < best.memory:
