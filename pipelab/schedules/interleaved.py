@@ -4,7 +4,7 @@
 .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U0 3U0 .       0 and 2, device 1 1 and 3; chunks take turns
 """
 
-from itertools import chain, repeat, zip_longest
+from itertools import accumulate, chain, pairwise, repeat, zip_longest
 
 from pipelab.schedules.rows import Rows, flush, one_forward_one_backward
 from pipelab.table.action import Action, B, F, ScheduleError, U
@@ -51,18 +51,23 @@ def rounds_of(devices: int, microbatches: int, longest: int = 1) -> list[list[in
     """
     most = longest if longest > 1 else devices
     count = -(-microbatches // most)  # rounded up
-    size, larger = divmod(microbatches, count)
-    if longest > 1 and size < devices:
+    if longest > 1 and microbatches // count < devices:
         raise ScheduleError(
             f"longest={longest!r}: rounds of {devices} to that many cannot make up {microbatches} "
             "micro-batches; leave it out, or give more"
         )
-    rounds, first = [], 0
-    for i in range(count):
-        present = size + (i < larger)
-        rounds.append([*range(first, first + present), *[ABSENT] * (devices - present)])
-        first += present
-    return rounds
+    return [[*r, *[ABSENT] * (devices - len(r))] for r in even_rounds(count, microbatches)]
+
+
+def even_rounds(count: int, microbatches: int) -> list[list[int]]:
+    """Micro-batches in order in `count` rounds, the longer ones first.
+
+    >>> even_rounds(2, 5)
+    [[0, 1, 2], [3, 4]]
+    """
+    size, longer = divmod(microbatches, count)
+    ends = [*accumulate(size + (i < longer) for i in range(count))]
+    return [[*range(a, b)] for a, b in pairwise((0, *ends))]
 
 
 def in_turns(

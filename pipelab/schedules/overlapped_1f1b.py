@@ -19,8 +19,8 @@ def overlapped_1f1b(
 ) -> Schedule:
     """Each steady-state forward overlaps with a backward that does not depend on it.
 
-    The warm-up has one forward more than that of `interleaved`. A pair gains time if it takes less
-    than its two actions in turn: see `Costs(together=...)`.
+    The warm-up has one forward more than that of `interleaved`, whose rounds these are. A pair
+    gains time if it takes less than its two actions in turn: see `Costs(together=...)`.
 
     >>> overlapped_1f1b(4, 8, virtual=2).peak_in_flight
     [12, 10, 8, 6]
@@ -28,7 +28,7 @@ def overlapped_1f1b(
     devices, microbatches, virtual = check_counts(
         devices=devices, microbatches=microbatches, virtual=virtual
     )
-    rounds = rounds_of(devices, microbatches)
+    rounds = rounds_of(devices if virtual > 1 else 1, microbatches)  # one chunk has no turns
     rows, overlapped = [], set()
     for device in range(devices):
         warmup = 2 * (devices - device - 1) + (virtual - 1) * len(rounds[0]) + 1

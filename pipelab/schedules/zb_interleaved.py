@@ -7,20 +7,23 @@
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from pipelab.schedules.interleaved import in_turns, rounds_of
+from pipelab.schedules.interleaved import even_rounds, in_turns
 from pipelab.schedules.rows import Rows, flush
 from pipelab.table.action import Action, Kind, U
 
 
 @flush
 def zb_interleaved(devices: int, microbatches: int, virtual: int = 2) -> Rows:
-    """`interleaved` with split backwards: on device d, W comes d backwards after its I. With
-    virtual=1 it is `zb_h1`.
+    """`interleaved` with split backwards: on device d, W comes d backwards after its I.
+
+    If p does not divide m, rounds are longer than p, as torch's: floor(m / p) of them, or one. So
+    none waits for micro-batches that are absent, but more are in flight. With virtual=1 it is
+    `zb_h1`, row for row.
 
     >>> zb_interleaved(4, 8, virtual=2).peak_in_flight
     [8, 8, 8, 8]
     """
-    rounds = rounds_of(devices, microbatches)
+    rounds = even_rounds(max(1, microbatches // devices), microbatches)
     for device in range(devices):
         warmup = devices - device - 1 + (virtual - 1) * len(rounds[0])
         turns = in_turns(device, devices, rounds, virtual, warmup)

@@ -1,6 +1,8 @@
 """The generators: their figures, completeness, peaks and versions over all small sizes."""
 
+from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -240,6 +242,22 @@ def test_interleaved_with_one_chunk_is_1f1b(case):
         make("interleaved", p, m, virtual=1, batches=batches).rows
         == make("pipedream_flush", p, m, batches=batches).rows
     )
+
+
+def test_overlapped_1f1b_with_one_chunk_is_never_slower_than_1f1b():
+    for p, m in product(range(1, 9), range(1, 17)):
+        pairs, plain = (simulate(make(x, p, m)) for x in ("overlapped_1f1b", "pipedream_flush"))
+        assert pairs.makespan <= plain.makespan, (p, m)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_more_micro_batch_is_never_faster(name):
+    for p, v in product(range(1, 7), range(1, 5) if takes(name, "virtual") else [1]):
+        spans = []
+        for m in range(1, 14):
+            with suppress(ScheduleError):
+                spans.append(simulate(make(name, p, m, virtual=v)).makespan)
+        assert spans == sorted(spans), (p, v)
 
 
 @given(tables(names=("looped_bfs",)))
