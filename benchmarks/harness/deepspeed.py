@@ -1,7 +1,7 @@
-"""DeepSpeed's PipelineModule 0.19 on the CPU, behind a call like `pipelab.run`.
+"""DeepSpeed's pipeline engines 0.19 on the CPU, behind a call like `pipelab.run`.
 
-A process per stage, gloo. What it asks for: micro-batches of one size, a loss that is the mean over
-the samples, and its one schedule. Left alone it clips gradients to a norm of 1 (its default for
+A process per rank, gloo. What they ask for: micro-batches of one size, a loss that is the mean over
+the samples, and one of their two schedules. Left alone it clips gradients to a norm of 1 (its default for
 `gradient_clipping`): here it does not.
 """
 
@@ -30,10 +30,12 @@ def run_deepspeed(
     optimizer: OptimizerFactory,
     *,
     microbatches: int,
+    schedule: str = "pipedream_flush",
     timeout: float = 120.0,
     trace: bool = True,
 ) -> PeerRun:
-    """Train copies of `stages` by DeepSpeed's pipeline engine, stage s on rank s.
+    """Train copies of `stages` by DeepSpeed's pipeline engine for this schedule, stage s on rank s;
+    in `dualpipe_v` two stages a rank.
 
     trace  whether torch.profiler notes spans
 
@@ -41,15 +43,20 @@ def run_deepspeed(
     `pipelab.run` does.
     """
     need("deepspeed")
-    job = PeerJob("DeepSpeed", stages, batches, loss, optimizer, microbatches, trace)
-    return run_ranks(_train, len(stages), timeout, job)
+    job = PeerJob("DeepSpeed", stages, batches, loss, optimizer, microbatches, trace, schedule)
+    return run_ranks(_train, _ranks(job), timeout, job)
+
+
+def _ranks(job: PeerJob) -> int:
+    return len(job.stages) // (2 if job.options == "dualpipe_v" else 1)
 
 
 def _train(job: PeerJob, progress: Callable[[int], None]) -> PeerRecord:
     rank, m = job.rank, job.microbatches
     with unlogged(), contextlib.redirect_stdout(io.StringIO()):  # it prints, too
         engine, steps = _engine(job)
-    (mine,) = engine.module.forward_funcs
+    # DualPipeVModule keeps the layers of both its stages.
+    own = getattr(engine.module, "phase_funcs", [engine.module.forward_funcs])
     annotate(engine)
     losses = []
     for b, batch in job.each_batch(progress):
@@ -58,12 +65,14 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> PeerRecord:
             scheduler.step()
         if engine.is_last_stage():
             losses.append(float(engine.total_loss) / m)
-    return PeerRecord(losses, {rank: weights_of(mine)}, job.ends)
+    numbers = rank, len(job.stages) - 1 - rank
+    weights = {s: weights_of(layer) for s, (layer,) in zip(numbers, own, strict=False)}
+    return PeerRecord(losses, weights, job.ends)
 
 
 def _engine(job: PeerJob) -> tuple[Any, StepRecorder]:
     """DeepSpeed's engine for this rank, in the process group that there is."""
-    world = len(job.stages)
+    world = _ranks(job)
     os.environ |= {
         "DS_ACCELERATOR": "cpu",
         "RANK": str(job.rank),
@@ -76,12 +85,16 @@ def _engine(job: PeerJob) -> tuple[Any, StepRecorder]:
 
     skip_compiling()
     deepspeed.init_distributed("gloo")
-    module = deepspeed.PipelineModule(
+    sizes = len({shapes_of(x) for x, _ in job.batches})
+    kind, more = deepspeed.PipelineModule, {"dynamic_shape": sizes > 1}
+    if job.options == "dualpipe_v":
+        kind, more = deepspeed.DualPipeVModule, {}
+    module = kind(
         list(job.stages),
         num_stages=world,
         loss_fn=job.loss,
         partition_method="uniform",
-        dynamic_shape=len({shapes_of(x) for x, _ in job.batches}) > 1,
+        **more,
     )
     # It would turn on dropout and count in BatchNorm where the caller has called .eval().
     module.train = lambda: module

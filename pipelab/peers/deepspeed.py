@@ -1,7 +1,9 @@
-"""DeepSpeed's pipeline engine 0.19: its schedule as a table, and names for its actions in a trace.
+"""DeepSpeed's pipeline engines 0.19: their tables, and names for their actions in a trace.
 
-It has one schedule, 1F1B with a flush (`TrainSchedule`). Its messages block: a stage sends what its
-last action made right before the next one, or after receiving for it.
+`PipelineModule` trains by 1F1B with a flush (`TrainSchedule`). Its messages block: a stage sends
+what its last action made right before the next one, or after receiving for it. `DualPipeVModule`
+trains by DualPipeV with whole backwards (`DualPipeVSchedule`, from 0.19.8 on): two stages a rank.
+Neither loads a table from a file, so `pipelab.peers.export` writes none for them.
 
 On the CPU, its first start compiles an extension for all-reduces by shared memory. That takes a
 minute, and fails without a C++ compiler. Pipelines do not use the extension, so `skip_compiling`
@@ -12,44 +14,66 @@ switches it off here. Your own script may do the same, also under its launcher (
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch.profiler import record_function
 
 from pipelab.peers import need
 from pipelab.table.action import Action, Kind
+from pipelab.table.placement import stages_of, v_placement
 from pipelab.table.schedule import Schedule
 
 # What it computes, and what we call that; its other instructions move or add up what is there.
 KINDS = {"ForwardPass": Kind.F, "BackwardPass": Kind.B, "OptimizerStep": Kind.U}
 
 
-def schedule_of(stages: int, micro_batches: int, kinds: Mapping[str, Kind] = KINDS) -> Schedule:
-    """DeepSpeed's TrainSchedule as a table of the chosen instructions.
+# Their schedules by our names.
+SCHEDULES = {"pipedream_flush": "TrainSchedule", "dualpipe_v": "DualPipeVSchedule"}
 
-    Its instructions name buffers, not micro-batches: the k-th of a kind is for micro-batch k.
+
+def schedule_of(
+    stages: int,
+    micro_batches: int,
+    kinds: Mapping[str, Kind] = KINDS,
+    name: str = "pipedream_flush",
+) -> Schedule:
+    """One of DeepSpeed's SCHEDULES as a table of the chosen instructions.
+
+    stages  DeepSpeed's num_stages: ranks, each of which has two stages in `dualpipe_v`
+
+    Its instructions name buffers, not micro-batches: the k-th of a kind is for micro-batch k of the
+    instruction's stage. ValueError for fewer micro-batches than DeepSpeed takes.
     """
+    placement = v_placement(stages) if name == "dualpipe_v" else tuple(range(stages))
     rows = []
-    for s in range(stages):
-        seen: Counter[Kind] = Counter()
+    for rank, own in enumerate(stages_of(placement)):
+        numbers: Counter[tuple[int, Kind]] = Counter()
         row = []
-        for instruction in (i for step in _train_schedule(stages, micro_batches, s) for i in step):
-            kind = kinds.get(instruction.name)
-            if kind is not None:
-                row.append(Action(s, kind, seen[kind]))
-                seen[kind] += 1
+        for instruction in chain(*_instructions(stages, micro_batches, rank, name)):
+            if (kind := kinds.get(instruction.name)) is not None:
+                for stage in _stages_of(kind, own, instruction.kwargs):
+                    row.append(Action(stage, kind, numbers[stage, kind]))
+                    numbers[stage, kind] += 1
         rows.append(row)
-    return Schedule("deepspeed", rows, tuple(range(stages)), micro_batches)
+    return Schedule("deepspeed", rows, placement, micro_batches)
 
 
-def buffers(stages: int, micro_batches: int) -> list[int]:
-    """The activation buffers that DeepSpeed allocates on each stage: max(2, min(p - s, m)).
+def _stages_of(kind: Kind, own: Sequence[int], arguments: Mapping[str, int]) -> Sequence[int]:
+    """The stages that an instruction is for, of the rank's own: that of its phase; an update is for
+    all."""
+    return own if kind is Kind.U else [own[arguments.get("phase", 0)]]
 
-    On the last stage, one more than 1F1B has in flight: see `Schedule.peak_in_flight`.
+
+def buffers(stages: int, micro_batches: int, name: str = "pipedream_flush") -> list[int]:
+    """The activation buffers that DeepSpeed allocates on each rank: max(2, min(p - s, m)); in
+    `dualpipe_v` 2 m, which are filled only while in flight.
+
+    On the last stage of 1F1B, one more than is in flight: see `Schedule.peak_in_flight`.
     """
-    return [_train_schedule(stages, micro_batches, s).num_pipe_buffers() for s in range(stages)]
+    of = (_instructions(stages, micro_batches, rank, name) for rank in range(stages))
+    return [instructions.num_pipe_buffers() for instructions in of]
 
 
 def skip_compiling() -> None:
@@ -63,11 +87,12 @@ def skip_compiling() -> None:
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _train_schedule(stages: int, micro_batches: int, stage: int) -> Any:
+def _instructions(stages: int, micro_batches: int, rank: int, name: str = "pipedream_flush") -> Any:
+    """DeepSpeed's own schedule of a rank: lists of instructions."""
     need("deepspeed")
     with unlogged():
-        from deepspeed.runtime.pipe.schedule import TrainSchedule
-    return TrainSchedule(micro_batches, stages, stage)
+        from deepspeed.runtime.pipe import schedule
+    return getattr(schedule, SCHEDULES[name])(micro_batches, stages, rank)
 
 
 @contextlib.contextmanager
@@ -88,18 +113,27 @@ def annotate(engine: Any) -> None:
     `pipelab.measure.trace.from_trace` reads the files.
     """
     methods = dict(engine._INSTRUCTION_MAP)  # of all engines
+    own = [engine.stage_id]
+    if "CommitP2P" in {instruction.__name__ for instruction in methods}:  # a DualPipeVEngine's
+        own.append(2 * engine.num_stages - 1 - engine.stage_id)
     for instruction, method in methods.items():
         if instruction.__name__ in KINDS:
-            methods[instruction] = _named(engine, KINDS[instruction.__name__], method)
+            methods[instruction] = _named(engine, KINDS[instruction.__name__], own, method)
     engine._INSTRUCTION_MAP = methods
 
 
-def _named(engine: Any, kind: Kind, method: Callable) -> Callable:
-    numbers = count()
+def _named(engine: Any, kind: Kind, own: Sequence[int], method: Callable) -> Callable:
+    numbers: Counter[int] = Counter()  # by stage
 
     def call(*arguments: Any, **more: Any) -> Any:
-        k = 0 if kind is Kind.U else next(numbers) % engine.micro_batches
-        with record_function(f"PP:{Action(engine.stage_id, kind, k)}"):
-            return method(*arguments, **more)
+        stage, *others = _stages_of(kind, own, more)
+        k = 0 if kind is Kind.U else numbers[stage] % engine.micro_batches
+        numbers[stage] += 1
+        with record_function(f"PP:{Action(stage, kind, k)}"):
+            found = method(*arguments, **more)
+        for other in others:  # were updated by the same call
+            with record_function(f"PP:{Action(other, kind, k)}"):
+                pass
+        return found
 
     return call

@@ -36,6 +36,7 @@ from pipelab.peers import torchgpipe
 from pipelab.peers.deepspeed import schedule_of
 from pipelab.peers.record import PeerRecord, gather
 from pipelab.peers.torchgpipe import run_torchgpipe
+from pipelab.table.transform import repeat
 from tests.conftest import thorough
 from tests.runtime.test_run import SGD, batches, stages
 
@@ -437,6 +438,15 @@ def test_deepspeed_trains_the_same_weights_and_prints_nothing(p, m, optimizer, c
     agree(ours, theirs, table)
     assert sum(g.square().sum() for g in of_all(gradients_of(modules, corpus[0], loss))) > 4
     assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_deepspeeds_dualpipe_v_trains_the_same_weights_and_its_trace_is_read():
+    """Two stages a rank, whose actions have names of their own in the trace."""
+    modules, corpus = stages(4), batches(2, samples=8)
+    table = schedule_of(2, 4, name="dualpipe_v")
+    theirs = run_deepspeed(modules, corpus, F.mse_loss, SGD, microbatches=4, schedule="dualpipe_v")
+    ours = run(make("dualpipe_v", 2, 4, batches=2), modules, corpus, F.mse_loss, SGD)
+    agree(ours, theirs, repeat(table, 2))
 
 
 def test_reading_deepspeeds_schedule_prints_nothing():

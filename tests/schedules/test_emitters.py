@@ -5,6 +5,7 @@ part of it. Every difference is explained by a rule that makes the other table e
 """
 
 import re
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
 
@@ -289,6 +290,26 @@ def test_1f1b_is_deepspeeds():
         assert theirs.rows == make("pipedream_flush", p, m).rows
 
 
+def test_dualpipe_v_is_deepspeeds_but_for_split_backwards():
+    """It leaves W inside B, which may be slower and is never faster. Nor does it take m < 2 p."""
+    for p, m in product(range(1, 7), range(1, 17)):
+        if m < 2 * p:
+            with pytest.raises(ValueError, match="needs at least 2"):
+                deepspeed.schedule_of(p, m, name="dualpipe_v")
+            continue
+        theirs, ours = deepspeed.schedule_of(p, m, name="dualpipe_v"), make("dualpipe_v", p, m)
+        whole = [
+            [a._replace(kind=Kind.B) if a.kind is Kind.I else a for a in row if a.kind != Kind.W]
+            for row in ours.rows
+        ]
+        assert validate(theirs).rows == replace(ours, rows=whole).rows, (p, m)
+        assert theirs.placement == ours.placement
+        assert simulate(theirs).makespan >= simulate(ours).makespan
+        moves = deepspeed.schedule_of(p, m, deepspeed.KINDS | MOVES, "dualpipe_v")
+        assert sum(a.kind is Kind.SEND_F for row in moves.rows for a in row) == 2 * (p - 1) * m
+        assert deepspeed.buffers(p, m, "dualpipe_v") == [2 * m] * p
+
+
 def test_deepspeeds_blocking_messages_never_deadlock():
     for p, m in SIZES:
         theirs = validate(deepspeed.schedule_of(p, m, deepspeed.KINDS | MOVES))
@@ -309,7 +330,7 @@ def test_deepspeeds_buffers_are_those_of_the_micro_batches():
     for p, m in SIZES:
         for s, room in enumerate(deepspeed.buffers(p, m)):
             for name in ("ForwardPass", "BackwardPass"):
-                steps = deepspeed._train_schedule(p, m, s)
+                steps = deepspeed._instructions(p, m, s)
                 used = [i.buffer_id for step in steps for i in step if i.name == name]
                 assert used == [k % room for k in range(m)]
 
@@ -317,7 +338,7 @@ def test_deepspeeds_buffers_are_those_of_the_micro_batches():
 def test_deepspeeds_clock_has_a_step_for_each_unit_of_our_simulation():
     """Where a backward takes as long as a forward."""
     for p, m in SIZES:
-        steps = len(list(deepspeed._train_schedule(p, m, 0)))
+        steps = len(list(deepspeed._instructions(p, m, 0)))
         ours = simulate(make("pipedream_flush", p, m), Costs(weight_grad=0)).makespan
         assert steps == ours == 2 * (m + p - 1)
 
