@@ -22,6 +22,7 @@ from pipelab.cli.options import (
     Seed,
     TableOptions,
 )
+from pipelab.optimize.cut.profiles import MOST_LAYERS
 
 SMALLEST = 257  # tokens: every byte, and an end of text
 
@@ -91,7 +92,7 @@ def language_model(folder: str) -> tuple[list, Any, int]:
             f"model {folder!r}: give gpt2, or a folder with a causal language model as "
             "transformers saves it, or with its config alone (run and compare: mlp, too)"
         )
-    model: Any = hub.language_model(folder)
+    model = hub.language_model(folder, most_layers=MOST_LAYERS)
     config = model.config.get_text_config()
     if any(Path(folder).glob("tokenizer*.json")):
         tokens = hub.tokens_of(data.text(), folder)
@@ -107,7 +108,11 @@ def language_model(folder: str) -> tuple[list, Any, int]:
             f"{folder}: its tokenizer gives token {tokens.max()}, but its model has "
             f"{config.vocab_size} tokens"
         )
-    return layers_of(model), tokens, getattr(config, "max_position_embeddings", 2**20)
+    try:
+        layers = layers_of(model)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return layers, tokens, getattr(config, "max_position_embeddings", 2**20)
 
 
 def into_stages(

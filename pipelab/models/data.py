@@ -77,6 +77,8 @@ def batches(
         raise ValueError(
             f"{count} batches of {size} samples of {length}: give at most {MOST:,} tokens in all"
         )
+    if len(tokens) <= length:
+        raise ValueError(f"samples of {length} of {len(tokens)} tokens: give more text")
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length, (count, size))
     passages = tokens.unfold(0, length + 1, 1)[torch.from_numpy(starts)]
     return [(p[:, :-1].contiguous(), p[:, 1:].contiguous()) for p in passages]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2 import modeling_gpt2
 
-from pipelab.models.hub import loading
+from pipelab.models import hub
 from pipelab.models.losses import PADDING, masked_loss, next_token_loss
 
 __all__ = ["PADDING", "gpt2", "masked_loss", "next_token_loss"]
@@ -98,8 +98,11 @@ def gpt2(
     """
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     if pretrained:
-        with loading(pretrained):
-            model = GPT2LMHeadModel.from_pretrained(pretrained, **rates).train()
+        model = hub.language_model(pretrained, trained=True, **rates)
+        if not isinstance(model, GPT2LMHeadModel):
+            raise ValueError(
+                f"pretrained={pretrained!r} is a {type(model).__name__}: give GPT-2's weights"
+            )
     else:
         config = GPT2Config(
             vocab_size=vocabulary,
