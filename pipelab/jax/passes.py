@@ -158,7 +158,7 @@ class Compiled:
     input_grad   (*operands) -> the gradients of the inputs, then what crosses to
     weight_grad  (sums, what it reads: `read` of [*operands, *crossing]) -> the sums, and `DONE`
     zeros        () -> the sums to begin with
-    total        the sums -> the gradients, `DONE`; None where they are the same
+    sums         of the parameters' gradients, as shapes
     kept         as `Passes` has it; `kept_shapes` of these
     unsplit      for each parameter None, or why I computes its gradient, which W should
     """
@@ -189,7 +189,7 @@ class Compiled:
         # [2] The backward adds to sums, whose memory it takes (donated).
         parameters, self.inputs = map(jax.tree.leaves, (arguments.parameters, arguments.inputs))
         shared = pullback or Pullback(passes, len(self.inputs))
-        sums = shared.sums(parameters)
+        self.sums = sums = list(map(sum_spec, shared.sums(parameters)))
         operands = [*made[: passes.results[0].num_leaves], *self.kept_shapes]
         run = shared.each(
             lambda *operands: list(chain(*shared.passes.backward(*operands))),
@@ -199,17 +199,10 @@ class Compiled:
 
         def backward(sums: Arrays, operands: Arrays) -> Any:
             made = run(*operands)
-            return list(map(jnp.add, sums, made)), made[len(sums) :], DONE
+            return _added(sums, made), made[len(sums) :], DONE
 
         where = [x.sharding for x in sums], [x.sharding for x in self.inputs], None
         self.zeros = build(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], where[0])
-        self.total = None
-        if sums is not parameters:
-
-            def total(sums: Arrays) -> Any:
-                return [jnp.sum(x, 0) for x in sums], DONE
-
-            self.total = build(total, ([x.sharding for x in parameters], None), sums, donate=0)
         if Kind.B in kinds:
             self.backward = build(backward, where, sums, operands, donate=0)
         if Kind.I in kinds:
@@ -233,7 +226,7 @@ class Compiled:
         )
 
         def weight_grad(sums: Arrays, read: Arrays) -> Any:
-            return list(map(jnp.add, sums, second(*read))), DONE
+            return _added(sums, second(*read)), DONE
 
         read, where = [whole[i] for i in self.read], ([x.sharding for x in sums], None)
         self.weight_grad = build(weight_grad, where, sums, read, donate=0)
@@ -257,6 +250,21 @@ def compile_passes(
 def _lying(program: Any, results: Iterable[Any]) -> Specs:
     """The shapes of what a program returns, and where it lies."""
     return list(map(spec_of, results, program.output_shardings))
+
+
+def sum_type(dtype: Any) -> Any:
+    """The type in which gradients or losses of this type are added up: no float below float32."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def sum_spec(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The sum of gradients of a parameter like this."""
+    return x.update(dtype=sum_type(x.dtype))
+
+
+def _added(sums: Arrays, gradients: Arrays) -> Arrays:
+    return [total + g.astype(total.dtype) for total, g in zip(sums, gradients, strict=False)]
 
 
 def bytes_on_mesh(x: jax.ShapeDtypeStruct | jax.Array) -> int:

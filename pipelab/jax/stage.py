@@ -84,7 +84,7 @@ class JaxStage(CountingStage):
             return
         # What is jitted without shapes compiles at its first call: here, before the clock starts.
         zeros = self._function.compiled(groups, backwards=True).zeros()
-        mean = _divided(zeros, 1.0)
+        mean = _divided(zeros, 1.0, self._leaves)
         if self.options.clip is not None:
             _square(mean)
         jax.block_until_ready(self._step(self.weights[self.latest], self.state, self._tree(mean)))
@@ -118,7 +118,7 @@ class JaxStage(CountingStage):
         """
         squares, count = received or {self.number: self.news()}, self.counts.get(number, 0.0) or 1.0
         divisor = self.divisor(number, lambda: sum(squares.values()))
-        mean = self._tree(_divided(self._total(), divisor))
+        mean = self._tree(_divided(self._total(), divisor, self._leaves))
         self._backwards.sums = None
         latest = self.weights[number]
         self.updates[number] = Update(squares[self.number] / count**2, ())
@@ -216,8 +216,12 @@ class JaxStage(CountingStage):
     def _total(self) -> Arrays:
         """The accumulated gradient, which begins as zeros."""
         if self._backwards.sums is None:
-            return list(map(jnp.zeros_like, jax.tree.leaves(self.weights[self.latest])))
+            return list(map(jnp.zeros_like, self._leaves))
         return self._backwards.sums
+
+    @property
+    def _leaves(self) -> Arrays:
+        return jax.tree.leaves(self.weights[self.latest])
 
     def _tree(self, leaves: Arrays) -> Any:
         return jax.tree.unflatten(jax.tree.structure(self.weights[self.latest]), leaves)
@@ -320,9 +324,12 @@ def step_of(optimizer: optax.GradientTransformation) -> Callable:
 
 
 @jax.jit
-def _divided(total: Arrays, count: Any) -> Arrays:
-    """A jit of its own: fused with the step, the mean would go in unrounded, come out rounded."""
-    return [(g / count).astype(g.dtype) for g in total]
+def _divided(total: Arrays, count: Any, weights: Arrays) -> Arrays:
+    """The mean, rounded to the weights' types.
+
+    A jit of its own: fused with the step, the mean would go in unrounded, come out rounded.
+    """
+    return [(g / count).astype(w.dtype) for g, w in zip(total, weights, strict=True)]
 
 
 @jax.jit

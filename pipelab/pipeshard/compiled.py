@@ -3,11 +3,13 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
 from pipelab.jax.jaxpr import Arrays, Graph, spec_of
 from pipelab.jax.passes import (
+    DONE,
     Compiled,
     Groups,
     Passes,
@@ -15,6 +17,7 @@ from pipelab.jax.passes import (
     bytes_on_mesh,
     compile_passes,
     passes,
+    sum_spec,
 )
 from pipelab.pipeshard.arrays import PipeshardError, moved
 from pipelab.pipeshard.cut import StageGraph
@@ -33,9 +36,12 @@ class CompiledStage(Compiled):
     later     what later stages read of earlier ones
     trains    whether it has a backward
     all_reduced  why its gradients are reduced in every micro-batch, if they are, not once a batch
+    total     the sums -> the gradients, as the update reads them, and `DONE`; None where they are
+              the same. Parts of a parameter that several stages read stay as they are summed
     tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
-              `parameter_bytes` of its parameters, `optimizer_bytes` of the state that tasks read
+              `parameter_bytes` of its parameters, `gradient_bytes` of their gradients' sums,
+              `optimizer_bytes` of the state that tasks read
     """
 
     def __init__(
@@ -79,7 +85,21 @@ class CompiledStage(Compiled):
             except PipeshardError as error:
                 self.all_reduced = str(error)
         super().__init__(traced, shapes, kinds, sent, options, pullback)
-        # [3] What it holds.
+        # [3] What the sums of the micro-batches' gradients make.
+        shared = [sum(v in of.parameters for of in graphs) > 1 for v in graph.parameters]
+        pairs = zip(shared, shapes.parameters, strict=True)
+        found = [sum_spec(x) if several else x for several, x in pairs]
+        self.total = None
+        if self.sums != found:
+
+            def total(sums: Arrays) -> Any:
+                pairs = zip(sums, found, strict=True)
+                whole = (x if x.ndim == y.ndim else jnp.sum(x, 0) for x, y in pairs)
+                return [x.astype(y.dtype) for x, y in zip(whole, found, strict=True)], DONE
+
+            where = [x.sharding for x in found], None
+            self.total = compile_passes(total, where, self.sums, donate=0, options=options)
+        # [4] What it holds.
         self.own = {*graph.parameters, *graph.fixed, *graph.data}
         own = {i for i, v in enumerate(graph.arguments) if v in self.own}
         kept = zip(self.kept, self.kept_shapes, strict=True)
@@ -87,7 +107,8 @@ class CompiledStage(Compiled):
         self.trains = not {Kind.B, Kind.I}.isdisjoint(kinds)
         weights = shapes.parameters if self.trains else shapes.fixed
         self.parameter_bytes = sum(map(bytes_on_mesh, weights))
-        # [4] The update.
+        self.gradient_bytes = sum(map(bytes_on_mesh, self.sums)) if self.trains else 0
+        # [5] The update.
         self.tasks = [CompiledTask(task, place) for task in tasks if task.stage == s]
         read = {v for task in self.tasks for v in task.inputs}
         self.optimizer_bytes = sum(map(bytes_on_mesh, specs(read & {*state}, place)))

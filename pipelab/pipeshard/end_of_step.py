@@ -112,7 +112,8 @@ class EndOfStep:
             if self.rows[v] == row:
                 zeros = np.zeros(shape_of(v), dtype_of(v))
                 home = stages[0].device.place(v)
-                known[v] = sum(jax.device_put(parts[v] or [zeros], home))
+                total = sum(jax.device_put(parts[v] or [zeros], home))
+                known[v] = total.astype(dtype_of(v))
         # [2] The loss and what it returns beside, of the whole batch.
         for stage in stages:
             for i in stage.graph.results:

@@ -173,8 +173,8 @@ class MeshStage(Stage):
         return {}
 
     def held(self) -> Bytes:
-        weights, trains = self.compiled.parameter_bytes, self.compiled.trains
-        return Bytes(weights, 0, weights if trains else 0, self.compiled.optimizer_bytes)
+        compiled = self.compiled
+        return Bytes(compiled.parameter_bytes, 0, compiled.gradient_bytes, compiled.optimizer_bytes)
 
 
 @dataclass(kw_only=True)

@@ -106,7 +106,8 @@ class Costs:
         speed: one number or one per device; compute seconds are divided by it. Below 1 if devices
             share cores: the share of the time that each had one
         weights: bytes of a stage's weights, and of its gradients
-        optimizer: bytes of its optimizer state
+        optimizer: bytes of its optimizer state; for weights in half precision also those by which
+            their gradients are larger, which are summed in float32
         activations: bytes kept per micro-batch from forward to backward, the input included
         weight_activations: with split backwards: bytes kept from I to W, such as the layers' inputs
             and output gradients (default: `activations`)

@@ -393,3 +393,54 @@ def test_gradients_are_means_of_more_samples_than_the_type_can_count(kind, of_lo
     wanted = a - a * b * b, b - b * a * a
     weights = [float(w[0]) for w in found.weights]
     assert weights == pytest.approx(wanted, abs=4 * float(jnp.finfo(kind).eps))
+
+
+# ---- sums in half precision
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1"])
+def test_gradients_in_half_precision_are_added_in_float32(name):
+    # Was: in their own type, where 256 + 1 is 256.
+    ones = np.ones((512, 1), jnp.bfloat16)
+    parts = [(lambda w, x: x * w, np.ones(1, jnp.bfloat16)) for _ in range(2)]
+    data = [(ones, ones - ones)]
+    table = make(name, 2, 512)
+    result = train(table, parts, data, optax.sgd(0.5), lambda y, target: (y - target).mean())
+    assert result.check.passed
+    assert [w.item() for w in result.weights] == [0.5, 0.5]
+    assert {w.dtype for w in result.weights} == {jnp.dtype(jnp.bfloat16)}
+
+
+def shifted(p, x):
+    return jnp.tanh(x @ (p["w"] + p["zero"]))
+
+
+@pytest.mark.parametrize("kind", [jnp.bfloat16, *thorough(jnp.float16)])
+@pytest.mark.parametrize("m", [16, *thorough(64), 256])
+def test_a_gradient_in_half_precision_is_as_near_as_that_of_the_undivided_batch(m, kind):
+    random = np.random.default_rng(0)
+
+    def narrow(*shape):
+        return random.normal(size=shape).astype(kind)
+
+    zero = np.zeros((6, 6), kind)
+    parts = [(shifted, {"w": narrow(6, 6) / 2, "zero": zero + 0}) for _ in range(3)]
+    x, y = narrow(4 * m, 6), narrow(4 * m, 6)
+    table = make("gpipe", 3, m)
+    # A step from zero by minus 1 is the gradient.
+    result = train(table, parts, [(x, y)], optax.sgd(-1.0), check=False)
+
+    def loss(weights, x, y):
+        for p in weights:
+            x = shifted(p, x)
+        return mse(x, y)
+
+    def whole(dtype):
+        given = jax.tree.map(lambda a: a.astype(dtype), ([p for _, p in parts], x, y))
+        return [p["zero"] for p in jax.jit(jax.grad(loss))(*given)]
+
+    def off(gradients):
+        pairs = zip(gradients, whole(np.float64), strict=True)
+        return sum(float(np.square(np.asarray(a, float) - b).sum()) for a, b in pairs)
+
+    assert off(p["zero"] for p in result.weights) < 1.5 * off(whole(kind))

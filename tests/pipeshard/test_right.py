@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from pipelab.jax.jaxpr import single
 from pipelab.pipeshard import (
+    ManualStages,
     Pipeshard,
     PipeshardError,
     grad,
@@ -22,6 +23,7 @@ from pipelab.pipeshard import (
 )
 from pipelab.pipeshard.batch.microbatches import Combine, How
 from pipelab.pipeshard.tracing import Arguments
+from tests.conftest import thorough
 from tests.pipeshard.test_pipeshard import arrays, data, worst
 
 TWO = jax.devices()[:2]
@@ -838,3 +840,39 @@ def test_a_network_that_the_loss_calls_twice():
         return jnp.mean((both[0] - both[1] * batch["y"]) ** 2)
 
     assert_exact(loss, stages=2)
+
+
+# ---- sums in half precision
+
+
+def product(params, x):
+    h = x * params["a"]
+    mark_pipeline_boundary()
+    return (h * params.get("b", params["a"])).mean()
+
+
+@pytest.mark.parametrize(
+    ("shared", "options"),
+    [
+        (False, {"devices": TWO}),
+        (True, {"devices": TWO, "schedule": "zb_h1"}),
+        (False, {"stages": ManualStages([[0], [1]], [1, 2])}),  # a row of sums for each device
+        *thorough((True, {"stages": ManualStages([[0], [1]], [1, 2])})),
+    ],
+)
+def test_gradients_and_losses_in_half_precision_are_added_in_float32(shared, options):
+    # Was: in their own type, where 256 + 1 is 256.
+    def step(params, x):
+        (loss, total), gradients = value_and_grad(
+            lambda p, x: (product(p, x), x.sum()), has_aux=True
+        )(params, x)
+        return loss, total, gradients
+
+    one = jnp.ones(1, jnp.bfloat16)
+    params = {"a": one} if shared else {"a": one, "b": one + 0}
+    ones = np.ones((1024, 1), jnp.bfloat16)
+    pipeline = parallelize(step, Pipeshard(512, **options))
+    loss, total, gradients = pipeline(params, ones)
+    assert (float(loss), float(total)) == (1.0, 1024.0)
+    assert {name: g.item() for name, g in gradients.items()} == dict.fromkeys(params, 1.0 + shared)
+    assert {x.dtype for x in (loss, total, *gradients.values())} == {jnp.dtype(jnp.bfloat16)}

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.jax.host import digest
 from pipelab.jax.jaxpr import Arrays, Variables, contains, spec_of, variables
-from pipelab.jax.passes import Groups, Passes, bytes_on_mesh, differentiate, passes
+from pipelab.jax.passes import Groups, Passes, bytes_on_mesh, differentiate, passes, sum_spec
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import CONSTRAINT, PipeshardError, on_mesh, shape_of
 from pipelab.pipeshard.auto.cost_model import Cost
@@ -452,7 +452,8 @@ def profile_stage(
 
     parameters = held = sum(map(share, weights))
     if problem.trains:
-        held += parameters + sum(share(p) * state[p] for p in weights)
+        held += sum(bytes_on_mesh(sum_spec(stage.spec(p))) // stage.mesh.size for p in weights)
+        held += sum(share(p) * state[p] for p in weights)
     held += sum(map(share, fixed)) + problem.method.microbatches * sum(map(share, data))
     # A pass also needs its outputs and temporary arrays. The activations among the forward's
     # outputs are counted apart, for each micro-batch in flight.

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from pipelab.jax.jaxpr import Arrays, Atom, Graph
+from pipelab.jax.passes import sum_type
 from pipelab.pipeshard.arrays import (
     PipeshardError,
     is_inexact,
@@ -50,8 +51,11 @@ class Combine:
             return values[-1]
         if self.how is How.JOIN:
             return jnp.concatenate(values, self.axis)
-        total = reduce(add_arrays, values)
-        return total / len(values) if self.how is How.MEAN else total
+        # The first one's type is the sum's.
+        kind = values[0].dtype
+        total = reduce(add_arrays, values[1:], values[0].astype(sum_type(kind)))
+        total = total / len(values) if self.how is How.MEAN else total
+        return total.astype(kind) if jnp.issubdtype(kind, jnp.inexact) else total
 
 
 def share_of(combine: list[Combine], m: int) -> float:
