@@ -1,8 +1,8 @@
 """DeepSpeed's pipeline engines 0.19 on the CPU, behind a call like `pipelab.run`.
 
 A process per rank, gloo. What they ask for: micro-batches of one size, a loss that is the mean over
-the samples, and one of their two schedules. Left alone it clips gradients to a norm of 1 (its default for
-`gradient_clipping`): here it does not.
+the samples, and one of their two schedules. Left alone they clip gradients to a norm of 1 (the
+default for `gradient_clipping`): here they do not.
 """
 
 import contextlib

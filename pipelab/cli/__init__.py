@@ -19,9 +19,10 @@ from typing import Any, TextIO
 import tyro
 
 from pipelab import __version__
+from pipelab.cli.bounds import bound_command
 from pipelab.cli.compare import compare_command
 from pipelab.cli.options import READ
-from pipelab.cli.plans import bound_command, partition_command, plan_command, search_command
+from pipelab.cli.plans import partition_command, plan_command, search_command
 from pipelab.cli.report import FailedVerdict
 from pipelab.cli.runs import explain_command, run_command, train_command
 from pipelab.cli.schedules import (

@@ -1,4 +1,4 @@
-"""partition, plan, search, bound: what to choose for a model, a machine, a memory."""
+"""partition, plan, search: what to choose for a model, a machine, a memory."""
 
 import math
 import sys
@@ -22,10 +22,10 @@ from pipelab.cli.options import (
     number_option,
     require,
 )
-from pipelab.cli.report import GAP, gap_text, show
+from pipelab.cli.report import show
 from pipelab.optimize.cut import METHODS, pipedream, split_layers
 from pipelab.optimize.faults import Faults
-from pipelab.optimize.order import bound, gap, memory_used, search
+from pipelab.optimize.order import search
 from pipelab.optimize.plan import (
     ASYNCHRONOUS,
     FLUSH,
@@ -37,7 +37,6 @@ from pipelab.optimize.plan import (
     Transformer,
     find_plan,
 )
-from pipelab.schedules import make_all
 
 Number = Annotated[Any, number_option(float, lambda x: True, "a number")]
 SIZES = (
@@ -90,8 +89,9 @@ class ModelSizes:
         profile: JSON of `profile`, or PipeDream's graph.txt
         samples: in the profile's micro-batch (default: as in the file; graph.txt does not say)
         key_heads: for grouped-query attention (default: heads)
+        head_size: width of a head (default: hidden / heads)
         feed: width of the feed-forward layers (default: 4 times hidden)
-        gated: feed-forward layers have a gate (SwiGLU)
+        gated: feed-forward layers have a gate (SwiGLU); no biases, a head with weights of its own
         experts: copies of the feed-forward layers
         active: experts that a token uses
         shared: more experts, which every token uses
@@ -108,6 +108,7 @@ class ModelSizes:
     profile: Name = None
     samples: Count = None
     key_heads: Count = None
+    head_size: Count = None
     feed: Count = None
     gated: bool = False
     experts: Count = None
@@ -315,54 +316,3 @@ def _progress(makespan: float, bound: float) -> None:
     """One line, written over."""
     text = f"\r\033[Kbest {makespan:.6g}, none below {bound:.6g}"
     print(text, end="", file=sys.stderr, flush=True)
-
-
-def bound_command(
-    devices: Count,
-    microbatches: Count,
-    costs: Costs,
-    memory: Positive = None,
-    whole: bool = False,
-    virtual: Count = 2,
-    json: Json = False,
-) -> None:
-    """Seconds that no schedule can beat, and every named schedule's gap.
-
-    Args:
-        devices: one stage each
-        microbatches: of the batch
-        memory: how many micro-batches' activations fit on a device (default: no limit)
-        whole: bounds of schedules that do not split backwards
-        virtual: chunks a device (interleaved, looped_bfs)
-    """
-    least = bound(costs, devices, microbatches, memory, split=not whole)
-    made, left_out = make_all(devices, microbatches, costs, virtual=virtual, memory=memory)
-    found: list[dict[str, Any]] = []
-    for name, (schedule, own) in made.items():
-        used, timeline = max(memory_used(schedule, own)), simulate(schedule, own)
-        fits = memory is None or used <= memory
-        record = {"schedule": name, "makespan": timeline.makespan, "memory": used, "fits": fits}
-        found.append(record | {"gap": gap(schedule, own, timeline)})
-    found.sort(key=lambda record: record["makespan"])
-    if json:
-        limit = memory if memory != math.inf else None
-        sizes = {"devices": devices, "microbatches": microbatches, "memory": limit}
-        bounds = {"makespan": least.makespan, "binding": least.binding, "bounds": least.by}
-        named = {"schedules": found, "left_out": left_out}
-        print(dumps({**sizes, "split": not whole, **bounds, **named}))
-        return
-    backwards = "whole" if whole else "split"
-    print(f"lower bound, one stage a device, {backwards} backwards   seconds")
-    for name, seconds in least.by.items():
-        print(f"{name:<45} {seconds:>9.6g}")
-    limited = memory is not None
-    print(f"\nschedule          seconds   memory{'  fits' if limited else ''}     gap")
-    for each in found:
-        fits = ("   yes" if each["fits"] else "    no") if limited else ""
-        print(
-            f"{each['schedule']:<15} {each['makespan']:>9.6g} {each['memory']:>8.4g}{fits}"
-            f" {gap_text(each['gap']):>7}"
-        )
-    print("memory: micro-batches whose activations a device keeps at its peak", GAP, sep="\n")
-    for why in left_out.values():
-        print(f"left out: {why}")

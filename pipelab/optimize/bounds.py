@@ -1,4 +1,4 @@
-"""Lower bounds: what no schedule of these costs can beat, each with its reason.
+"""Lower bounds: what no schedule of the same stages can beat, each with its reason.
 
 Whatever the order of the actions, three things hold: a device does one thing at a time; a
 micro-batch passes the stages one after the other and comes back; a device has only so much memory.
@@ -64,8 +64,8 @@ def bound(
     placement: Sequence[int] | None = None,
     split: bool = True,
 ) -> Bound:
-    """Seconds that one batch takes at least in any order, from the first start to the last end, as
-    a timeline's makespan.
+    """Seconds that one batch takes at least in any order of these stages, from the first start to
+    the last end, as a timeline's makespan. The same model in more stages may be faster.
 
     costs      of the stages
     memory     micro-batches whose activations (of all of a device's stages) fit on a device; None

@@ -45,6 +45,29 @@ def test_the_command(capsys):
     assert "left out: pipedream_2bw needs microbatches >= devices" in out
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("memory", [None, 4])
+def test_no_schedule_beats_the_bound_of_its_own_stages(capsys, whole, memory):
+    """25.5 of two stages a device under 27 of one: each has its own bound, which none that fits is
+    under; and what has no bound says why."""
+    limit = f"--memory {memory}" if memory else ""
+    line = f"--devices 4 --microbatches 8 --virtual 2 {limit} {'--whole' * whole}"
+    found = json.loads(call(capsys, f"{line} --json")[1])
+    of = {stages: bounds["makespan"] for stages, bounds in found["by_stages"].items()}
+    assert of["one stage a device"] == found["makespan"] == (33 if whole else 27)
+    both = {"2 stages a device in a loop", "2 stages a device in a V"}
+    assert {*of} == {"one stage a device", *both}
+    for each in found["schedules"]:
+        if each["fits"] and not each["not_bounded"]:
+            assert each["makespan"] >= of[each["stages"]]
+        assert (each["gap"] is None) == bool({*each["not_bounded"]} - {"split backwards"})
+    named = {each["schedule"]: each for each in found["schedules"]}
+    assert named["dualpipe"]["not_bounded"][0] == "copies of the model"
+    out = call(capsys, line)[1]
+    assert re.search(r"^lower bound, 2 stages a device in a V, (whole|split) backwards ", out, re.M)
+    assert re.search(r"^zb_v .*%   2 stages a device in a V", out, re.M)
+
+
 def test_no_limit_is_null(capsys):
     status, out, _ = call(capsys, "--devices 2 --microbatches 4 --memory inf --json")
     found = json.loads(out, parse_constant=pytest.fail)

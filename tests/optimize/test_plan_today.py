@@ -46,6 +46,7 @@ import published
 GPT22 = Transformer(layers=48, hidden=6144, heads=64, sequence=2048, vocabulary=51200)
 TINY = Transformer(layers=4, hidden=64, heads=4, sequence=32, vocabulary=100)
 A100 = MACHINES["A100-80GB"]
+LAYER = Layer("layer", 1, 1, 1)
 EVEN = Machine("even", 1e9, math.inf, bandwidth=1e6, inside=1e7, node=2, latency=1e-5)
 
 
@@ -94,14 +95,130 @@ def test_grouped_heads_a_gate_and_experts_by_hand():
 
 def test_published_sizes():
     """DeepSeek-V3: 671 B, 37 B active (arXiv 2412.19437), 250 GFLOPs a token (2505.09343, table 2);
-    Mixtral: 46.7 B and 12.9 B with its embedding (2401.04088); Llama 3: 405 B (2407.21783)."""
-    deepseek, mixtral, llama = (MODELS[x] for x in ("deepseek-v3", "mixtral-8x7b", "llama-3-405b"))
-    assert [f"{x.parameters / 1e9:.1f}" for x in (deepseek, mixtral)] == ["670.9", "46.7"]
+    Mixtral: 46.7 B and 12.9 B with its embedding (2401.04088); Qwen3: 235 B, 22 B so (2505.09388);
+    Llama 3: 8.03, 70.6 and 405 B (2407.21783; the files)."""
+    llama = MODELS["llama-3-405b"]
+    deepseek, mixtral, qwen = (
+        MODELS[x] for x in ("deepseek-v3", "mixtral-8x7b", "qwen3-235b-a22b")
+    )
+    models = (
+        replace(llama, layers=32, hidden=4096, heads=32, feed=14336),
+        replace(llama, layers=80, hidden=8192, heads=64, feed=28672),
+        *(llama, mixtral, qwen, deepseek),
+    )
+    assert [f"{x.parameters / 1e9:.4g}" for x in models] == [
+        *("8.03", "70.55", "405.8", "46.7", "235", "670.9")
+    ]
     assert f"{deepseek.active_parameters / 1e9:.0f}" == "37"
-    assert f"{(mixtral.active_parameters + 4096 * 32000) / 1e9:.1f}" == "12.9"
-    assert llama.parameters == pytest.approx(405e9, rel=0.005)
+    for model, active in ((mixtral, "12.9"), (qwen, "22.1")):
+        embedding = model.hidden * model.vocabulary
+        assert f"{(model.active_parameters + embedding) / 1e9:.1f}" == active
     token = deepseek.flops(1, recompute=False, causal=True) / deepseek.sequence
     assert token == pytest.approx(250e9, rel=0.002)
+
+
+def test_a_head_size_by_hand(capsys):
+    """Heads of 6 where hidden / heads is 2: in weights, FLOPs, activations, keys and values."""
+    model = Transformer(2, 8, 4, 16, 32, key_heads=2, feed=24, gated=True, head_size=6)
+    query, key = 4 * 6, 2 * 6
+    attention, feed = 8 * (query + 2 * key) + query * 8, 3 * 8 * 24
+    assert model.parameters == 2 * (attention + feed) + 2 * 8 * 32
+    unit = Machine("unit", 1, 1, math.inf, share=1, latency=0)
+    layer = model.profile(unit).layers[1]
+    assert layer.weights == 2 * (attention + feed)
+    assert layer.weight_grad == pytest.approx(2 * 16 * (attention + feed))
+    assert layer.forward - layer.weight_grad == pytest.approx(16 * 16 * 2 * query)  # causal
+    assert layer.activations == 16 * (8 * 8 + 2 * (2 * query + 2 * key) + 4 * 24)
+    biased = replace(model, gated=False)
+    vectors = query + 2 * key + 24 + 6 * 8
+    assert sum(biased.sizes()) == attention + 2 * 8 * 24 + vectors
+    # Two devices share a sequence: each gets the other's keys and values.
+    link = replace(unit, bandwidth=10.0)
+    shared, free = (model.profile(at, context=2).layers[1].forward for at in (link, unit))
+    assert shared - free == pytest.approx(2 * 8 * 2 * key / 10)
+    assert replace(model, head_size=2).parameters == replace(model, head_size=0).parameters
+    # Four devices share two heads' keys and values: each has one of them whole.
+    whole = model.profile(unit, tensor=4).layers[1]
+    assert whole.weights == 2 * (8 * (query / 4 + 2 * 6) + query / 4 * 8 + feed / 4)
+    with pytest.raises(ValueError, match="head_size=-1"):
+        replace(model, head_size=-1)
+    with pytest.raises(ValueError, match="head_size=6: latent attention has widths of its own"):
+        replace(model, latent=Latent(6, 4, 3, 1, 2))
+    sizes = "--layers 2 --hidden 8 --heads 3 --sequence 4 --vocabulary 9 --machine A100-80GB"
+    assert main(f"plan --devices 1 --batch 1 {sizes} --head-size 5 --json".split()) == 0
+    capsys.readouterr()
+    assert main(f"plan --devices 1 --batch 1 {sizes}".split()) == 2
+    assert "give heads that divide hidden, or head_size" in capsys.readouterr().err
+
+
+def test_what_a_plan_says_of_qwen3():
+    """64 heads of 128 in 4,096: 22 B of 235 B are met by a token, not 18 B."""
+    problem = Problem(MODELS["qwen3-235b-a22b"], MACHINES["H200"], 64, 64, expert=32, zero=3)
+    assert "235 B parameters, of which a token meets 21.5 B" in str(find_plan(problem))
+
+
+def test_seconds_of_messages_by_their_cause():
+    """Those of tensor parallelism, of experts and of ZeRO apart; blocked stages wait for transfers,
+    an update passes over the state."""
+    latent = Transformer(2, 64, 4, 32, 100, experts=4, active=2)
+    machine = Machine("m", 1e9, math.inf, 1e6, inside=1e7, node=2, latency=1e-5, hbm=1e9)
+    base = Problem(latent, machine, 4, 4, zero=0)
+
+    def parts(problem, **wanted):
+        wanted = {"pipeline": 1, "keep": "all", "recompute": Recompute.NEVER} | wanted
+        chosen = (c for c in problem.choices() if wanted.items() <= c._asdict().items())
+        found = estimate(problem, next(chosen))
+        assert sum(found.parts.values()) == pytest.approx(found.step)
+        return {name for name, seconds in found.parts.items() if seconds}
+
+    alone = {"compute", "update"}
+    assert parts(replace(base, devices=1)) == alone
+    assert parts(base) == alone | {"all-reduce"}
+    assert parts(replace(base, zero=3)) == alone | {"all-reduce", "ZeRO"}
+    assert parts(replace(base, expert=4)) == alone | {"all-reduce", "experts"}
+    assert parts(replace(base, tensor=(4,))) == alone | {"tensor"}
+    assert parts(replace(base, context=(4,))) == alone | {"tensor", "all-reduce"}
+    for blocking in (False, True):
+        found = parts(replace(base, devices=2, blocking=blocking), pipeline=2)
+        assert "transfer" in found and "tensor" not in found
+
+
+def test_gradients_are_summed_as_they_are_kept():
+    """Of 18 bytes a parameter 4 are a gradient's, of 16 two: 2 passes; with ZeRO-1 one of them, and
+    one of weights of 2 bytes; with ZeRO-3 one of them."""
+    machine = replace(EVEN, node=1, latency=0.0)
+    weights = 2 * (TINY.parameters + TINY.hidden * TINY.vocabulary)
+    pass_of = 3 / 4 / 1e6 * weights  # of a ring of four
+    for optimizer, passes in ((7.0, (4, 3, 2)), (6.0, (2, 2, 1))):
+        for zero, count in zip((0, 1, 3), passes, strict=True):
+            problem = Problem(TINY, machine, 4, 4, zero=zero, optimizer=optimizer)
+            choice = next(c for c in problem.choices() if c.pipeline == 1)
+            assert problem.costs(choice).update[0] == pytest.approx(count * pass_of)
+
+
+def test_an_overlapped_sum_leaves_a_devices_last_layer():
+    """Of eight layers, in one chunk or in two."""
+    slow = replace(EVEN, bandwidth=1.0, inside=1.0, latency=0.0)
+    layers = Profile((Layer("layer", 1, 99, 0, weights=8.0),) * 16, samples=1)
+    problem = Problem(layers, slow, 4, 4, overlap=True)
+    for v in (1, 2):
+        cut = {"pipeline": 2, "virtual": v, "balance": (8 // v,) * (2 * v)}
+        choice = next(c for c in problem.choices() if cut.items() <= c._asdict().items())
+        seconds = problem.of_stages(choice)["update"][0] * v
+        assert seconds == pytest.approx(8.0)  # two devices exchange a layer's
+
+
+def test_fewer_devices_may_do_more_each():
+    """Five devices can only be a pipeline: (8 + 4) x 3 s. Four are replicas, with 2 x 15 s."""
+    problem = Problem(Profile((LAYER,) * 5), EVEN, 5, 8)
+    (fewer,) = (x for x in find_plan(problem).runners_up if x.decision == "devices")
+    assert fewer.estimate.choice.pipeline * fewer.estimate.choice.replicas == 4
+    assert fewer.why == "4 devices, each of which does 50.0% more: 6 s less"
+    assert "  1. fewer devices: gpipe p=1 replicas=4 " in str(find_plan(problem))
+    for devices, said in ((6, "25.0% more: +6 s (compute"), (4, "")):
+        found = find_plan(replace(problem, devices=devices, model=Profile((LAYER,) * 6)))
+        whys = "".join(x.why for x in found.runners_up if x.decision == "devices")
+        assert said in whys and bool(said) == bool(whys)
 
 
 def test_deepseeks_pairs_hide_its_messages():

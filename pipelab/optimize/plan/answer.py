@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ from pipelab.runtime.bar import Bar
 
 
 class RunnerUp(NamedTuple):
-    """The best plan with one decision changed, such as the schedule, or with more memory.
+    """The best plan with one decision changed, such as the schedule, or with more memory; or one of
+    fewer devices, each of which does more.
 
     cause  the main reason why it loses: memory, or a part of the step
     why    the reasons with numbers
@@ -66,7 +67,7 @@ class Answer:
             f"runners-up ({self.choices:,} choices, {self.simulated} simulated):",
         ]
         for number, (decision, found, _, why) in enumerate(self.runners_up, 1):
-            other = "more" if decision == "memory" else "other"
+            other = {"memory": "more", "devices": "fewer"}.get(decision, "other")
             lines += [
                 f"  {number}. {other} {decision}: {found.choice}",
                 f"     {found.step:.4g} s, {found.memory / 1e9:.4g} GB, gap {found.gap:.1%}: {why}",
@@ -189,8 +190,31 @@ def _find(search: Enumeration, bar: Bar) -> Answer:
     # How much more memory would gain.
     if fastest and fastest.step * SLACK < best.step:
         others.setdefault(fastest.choice, _runner_up("memory", fastest, best, limit))
+    others |= {fewer.estimate.choice: fewer for fewer in _of_fewer_devices(problem, best)}
     ranked = tuple(sorted(others.values(), key=lambda runner: runner.estimate.step))
     return Answer(problem, best, ranked, len(search.least), len(search.estimates))
+
+
+def _of_fewer_devices(problem: Problem, best: Estimate) -> Iterator[RunnerUp]:
+    """The same schedule and sharing on the largest power of two below the devices, if each of those
+    does over 1 % more."""
+    fewer, choice = 1 << max(problem.devices - 1, 1).bit_length() - 1, best.choice
+    own = {
+        "schedules": (choice.schedule,),
+        "tensor": (choice.tensor,),
+        "context": (choice.context,),
+    }
+    try:
+        found = Enumeration(replace(problem, devices=fewer, **own)).best(problem.machine.memory)
+    except ValueError:  # no plan of so many
+        return
+    each = found.throughput / fewer / best.throughput * problem.devices if found else 0.0
+    if found and each > 1.01:
+        _, _, cause, why = _runner_up("devices", found, best, problem.machine.memory)
+        if found.step < best.step:
+            why = f"{best.step - found.step:.3g} s less"
+        why = f"{fewer:,} devices, each of which does {each - 1:.1%} more: {why}"
+        yield RunnerUp("devices", found, cause, why)
 
 
 def _decisions(search: Enumeration, best: TrainingChoice) -> Iterator[tuple[str, Allowed]]:

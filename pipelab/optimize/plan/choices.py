@@ -116,8 +116,9 @@ class Problem:
     tensor      how many devices may share a layer (a Transformer's)
     schedules   that may be used; default: those with a flush and whole backwards
     optimizer   bytes of optimizer state per byte of weights. 7: the 18 bytes per parameter that
-                Megatron-LM counts for Adam in mixed precision (2 weight, 4 gradient, 12 state); 6:
-                ZeRO's 16 bytes, with 2 per gradient; 2: Adam in float32. Default: 7 for a
+                Megatron-LM counts for Adam in mixed precision (2 weight, 4 gradient, 12 state), so
+                that replicas sum gradients in single precision; 6: ZeRO's 16 bytes, with 2 per
+                gradient, kept and summed in half; 2: Adam in float32. Default: 7 for a
                 Transformer, 2 for a Profile
     context     how many devices may share a sequence (a Transformer's)
     expert      replicas that share the experts
@@ -364,8 +365,9 @@ class Problem:
     def sizes(self, choice: TrainingChoice, a: Any, b: Any) -> dict[str, Any]:
         """Costs of stages of layers a to b - 1 as `Costs` names them; a and b are any arrays.
 
-        The update is an all-reduce of the gradients, as large as the weights, among the replicas
-        and devices that share a sequence, plus a pass over the state. Each of the `tensor` devices
+        The update is an all-reduce of the gradients among the replicas and devices that share a
+        sequence (with ZeRO a reduce-scatter, and an all-gather of the weights), plus a pass over
+        the state. Each of the `tensor` devices
         sends its part of a boundary (arXiv 2104.04473, section 4.1); `link` is a micro-batch's time
         to the next stage, over the slowest link.
         """
@@ -388,11 +390,15 @@ class Problem:
                 sizes[name] = join(sizes[name], gather)
             state = state + 2 * max(profile.of("weights"))  # of a layer that was gathered
             sizes["weights"] = own
-        # [2] the update
-        update = self._summed(choice, weights, experts, passes=1 if self.zero == 3 else 2)
-        if self.overlap:  # all but the last layer's runs beside the backward
+        # [2] the update: gradients are summed, each where its state is; new weights gathered
+        gradients = self.gradients * weights, self.gradients * experts
+        update = self._summed(choice, *gradients, passes=1 if self.zero else 2)
+        if self.zero == 1:
+            update = update + self._summed(choice, weights, experts, passes=1)
+        if self.overlap:  # all but a device's last layer's runs beside the backward
             hidden = (sizes["input_grad"] + sizes["weight_grad"]) / slices
-            update = np.maximum(update - hidden, update / np.maximum(b - a, 1))
+            last = update / np.maximum(b - a, 1) / choice.virtual
+            update = np.maximum(update - hidden, last)
         update = update + 2 * (state + 2 * sizes["weights"]) / machine.hbm
         # [3] one layer's activations, all of them, while it is recomputed
         if choice.keep != "all":
@@ -422,20 +428,31 @@ class Problem:
     def _together(self, choice: TrainingChoice, sizes: Mapping[str, Any], a: Any, b: Any) -> Any:
         """Seconds of a forward and a backward that overlap: messages to experts beside the rest."""
         forward, backward = sizes["forward"], sizes["input_grad"] + sizes["weight_grad"]
-        messages = 0.0
-        if isinstance(self.model, Transformer) and self.model.experts > 1:
-            tokens = choice.microbatch * self.model.sequence / choice.context
-            shared = choice.tensor, choice.context, self.expert
-            messages = self.model.exchange(self._machine, tokens, *shared)
         # A layer that is recomputed sends again.
-        sent = (3 if choice.keep == "full" else 2) * messages * self._expert_layers(a, b)
+        sent = (3 if choice.keep == "full" else 2) * self.exchanged(choice, a, b)
         alone = np.maximum(forward, backward)
         return np.maximum(alone, np.maximum(forward + backward - sent, sent))
+
+    def exchanged(self, choice: TrainingChoice, a: Any, b: Any) -> Any:
+        """Seconds of a pass in which a micro-batch's tokens travel to the experts of layers a to
+        b - 1, and back."""
+        if not isinstance(self.model, Transformer) or self.model.experts == 1:
+            return 0.0 * a
+        tokens = choice.microbatch * self.model.sequence / choice.context / choice.slices
+        shared = choice.tensor, choice.context, self.expert
+        messages = self.model.exchange(self._machine, tokens, *shared)
+        return choice.slices * messages * self._expert_layers(a, b)
 
     def _expert_layers(self, a: Any, b: Any) -> Any:
         """Layers with experts among layers a to b - 1 of a Transformer."""
         first = 1 + len(self.model.dense)  # type: ignore[union-attr]
         return np.clip(b, first, self.layers - 1) - np.clip(a, first, self.layers - 1)
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of gradients per byte of weights, kept and sent: 2 in single precision. See
+        `optimizer`."""
+        return 1 + min(max((self.optimizer or 0.0) - 6, 0.0), 1.0)
 
     def _state(self, weights: Any, own: Any) -> Any:
         """Bytes of the optimizer's state on a device; `own` are its weights if replicas shard

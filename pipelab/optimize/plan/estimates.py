@@ -60,9 +60,22 @@ class Estimate:
         """Seconds of the step by cause; they add up to it. One may be below 0.
 
         Each is what one more cause adds to the step, or to a bound on it.
+
+        compute     of layers, on a device of the pipeline's average
+        tensor      messages among devices that share layers or sequences
+        experts     messages to experts and back that no pair hides
+        ZeRO        all-gathers of weights in every pass
+        imbalance   of the device with most work
+        recompute   what a backward makes again, its messages too
+        overhead    of every action
+        bubble      waiting, with free transfers
+        transfer    waiting for transfers between stages
+        update      a pass over gradients and state
+        all-reduce  of gradients among replicas (with ZeRO, also of weights)
         """
         problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
-        no_links = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
+        quiet = replace(problem, blocking=False)  # transfers apart from the devices' own seconds
+        no_links = replace(quiet.costs(choice), update=0.0, transfer=0.0, bandwidth=np.inf)
         free = replace(
             problem.machine,
             bandwidth=np.inf,
@@ -72,19 +85,26 @@ class Estimate:
             overhead=0.0,
         )
         once = choice._replace(recompute=Recompute.NEVER, keep="all")
-        sizes = problem.of_stages(choice)
-        # Seconds of every stage: its FLOPs alone; with its devices' messages; with recomputation.
-        alone = work(once, replace(problem, machine=free).of_stages(once))
-        plain = work(once, problem.of_stages(once) | {"overhead": 0.0})
+        sizes, alone = quiet.of_stages(choice), replace(quiet, machine=free)
+        whole = replace(quiet, zero=min(problem.zero or 0, 1)).of_stages(once)
+        # Seconds of every stage, each with one more cause.
+        own = work(once, alone.of_stages(once))
+        tensor = work(once, _without_experts(quiet, once, whole) | {"overhead": 0.0})
+        experts = work(once, whole | {"overhead": 0.0})
+        plain = work(once, quiet.of_stages(once) | {"overhead": 0.0})
         again = work(choice, sizes | {"overhead": 0.0})
+        passed = replace(costs, update=alone.costs(choice).update)  # over the state, once
         total = {
-            "compute": alone.sum() / choice.pipeline,
-            "tensor": plain.sum() / choice.pipeline,
+            "compute": own.sum() / choice.pipeline,
+            "tensor": tensor.sum() / choice.pipeline,
+            "experts": experts.sum() / choice.pipeline,
+            "ZeRO": plain.sum() / choice.pipeline,
             "imbalance": of_devices(choice, plain).max(),
             "recompute": of_devices(choice, again).max(),
             "overhead": of_devices(choice, work(choice, sizes)).max(),
             "bubble": steady_seconds(choice, no_links, costs),
             "transfer": steady_seconds(choice, replace(costs, update=0.0), costs),
+            "update": steady_seconds(choice, passed, costs),
             "all-reduce": self.step,
         }
         # Each total counts one more cause than the one before it.
@@ -96,6 +116,16 @@ class Estimate:
         names = ("step", "throughput", "memory", "gap", "parts")
         own = {name: getattr(self, name) for name in names}
         return self.choice.to_json() | own | {"lengths": self.problem.lengths(self.choice)}
+
+
+def _without_experts(
+    problem: Problem, choice: TrainingChoice, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """Sizes of stages whose tokens travel to their experts in no time."""
+    bounds = np.cumsum((0, *choice.balance))
+    sent = problem.exchanged(choice, bounds[:-1], bounds[1:])
+    alone = {name: size for name, size in sizes.items() if name != "together"}
+    return alone | {name: alone[name] - sent for name in ("forward", "input_grad")}
 
 
 def estimate(problem: Problem, choice: TrainingChoice) -> Estimate:

@@ -3,8 +3,8 @@
 A micro-batch of b samples, on one of t devices that share every layer and of c that share every
 sequence of s tokens: T = b s / c tokens. h hidden, a heads, k the width of all key heads, f of the
 feed-forward layer with g matrices (2; 3 with a gate), e of E experts used by a token, z experts
-used by all; q, k, v, o the widths of all heads' queries, keys, values and outputs (h, k, k, h; or
-wider, in latent attention).
+used by all; q, k, v, o the widths of all heads' queries, keys, values and outputs (h, k, k, h;
+wider with a `head_size` above h / a, or in latent attention).
 
 | quantity | formula | source |
 |---|---|---|
@@ -59,6 +59,7 @@ class Transformer:
     """A GPT in half precision; its layers are equal, except perhaps the first ones.
 
     key_heads  for grouped-query attention; default: heads
+    head_size  width of a head; default: hidden / heads
     feed       width of the feed-forward layer, or of an expert; default: 4 times hidden
     gated      whether that layer has a gate (SwiGLU): three matrices, no biases, no learned
                positions, and a head that does not share the embedding's weights
@@ -88,28 +89,37 @@ class Transformer:
     shared: int = 0
     dense: tuple[int, ...] = ()
     latent: Latent | None = None
+    head_size: int = 0
 
     def __post_init__(self) -> None:
         feed = self.feed or 4 * self.hidden
         vars(self).update(key_heads=self.key_heads or self.heads, feed=feed)
-        others = ("gated", "shared", "dense", "latent")
+        others = ("gated", "shared", "dense", "latent", "head_size")
         check_counts(**{name: size for name, size in vars(self).items() if name not in others})
         check_counts(
-            shared=self.shared or 1, **{f"dense[{i}]": x for i, x in enumerate(self.dense)}
+            shared=self.shared or 1,
+            head_size=self.head_size or 1,
+            **{f"dense[{i}]": x for i, x in enumerate(self.dense)},
         )
         if self.latent is not None:
             if len(self.latent) != len(Latent._fields):
                 raise ValueError(f"latent={self.latent}: give {', '.join(Latent._fields)}")
             vars(self)["latent"] = Latent(*self.latent)
             check_counts(**{f"latent {name}": x for name, x in self.latent._asdict().items()})
+            if self.head_size:
+                raise ValueError(
+                    f"head_size={self.head_size}: latent attention has widths of its own; give one "
+                    "of the two"
+                )
         if len(self.dense) > self.layers:
             raise ValueError(
                 f"dense has {len(self.dense)} widths, but there are {self.layers} layers: give at "
                 "most one width per layer"
             )
-        if self.hidden % self.heads:
+        if self.hidden % self.heads and not self.head_size and not self.latent:
             raise ValueError(
-                f"heads={self.heads} hidden={self.hidden}: give heads that divide hidden"
+                f"heads={self.heads} hidden={self.hidden}: give heads that divide hidden, or "
+                "head_size"
             )
         if self.heads % self.key_heads:
             raise ValueError(
@@ -129,14 +139,15 @@ class Transformer:
     def _feed_weights(self) -> int:
         return self._matrices * self.hidden * self.feed
 
-    @property
-    def _heads(self) -> tuple[int, int, int, int]:
-        """Widths of all heads' queries, keys, values and outputs: q, k, v, o of the table above."""
+    def _heads(self, tensor: int = 1) -> tuple[float, float, float, float]:
+        """Widths of queries, keys, values and outputs on one of `tensor` devices; of all, q, k, v
+        and o of the table above. A device has at least one head's keys and values."""
         if self.latent is None:
-            keys = self.hidden // self.heads * self.key_heads
-            return self.hidden, keys, keys, self.hidden
-        query = self.heads * (self.latent.nope + self.latent.rope)
-        value = self.heads * self.latent.value
+            each = self.head_size or self.hidden // self.heads
+            query, key = each * self.heads / tensor, each * max(self.key_heads / tensor, 1)
+            return query, key, key, query
+        query = self.heads * (self.latent.nope + self.latent.rope) / tensor
+        value = self.heads * self.latent.value / tensor
         return query, query, value, value
 
     @property
@@ -148,7 +159,7 @@ class Transformer:
         """Sides of attention's weights on one of `tensor` devices, the output's first. With latent
         attention, every device makes the latents, and the last two weights take those as input."""
         h = self.hidden
-        query, key, value, output = (width / tensor for width in self._heads)
+        query, key, value, output = self._heads(tensor)
         if self.latent is None:
             return [(output, h), (h, query + key + value)]
         up = self.heads * self.latent.nope / tensor + value
@@ -182,7 +193,9 @@ class Transformer:
         of its experts (0 if there is only one)."""
         attention = sum(x * y for x, y in self._attention(tensor))
         feeds = self.experts * self._feed_weights / tensor
-        vectors = 0 if self.gated else 13 * self.hidden  # biases and norms
+        # Biases of q, k, v, o and of both feed-forward matrices; two norms: 13 h of equal heads.
+        query, key, value, _ = self._heads()
+        vectors = 0 if self.gated else query + key + value + self.feed + 6 * self.hidden
         rest = attention + (vectors + self.shared * self._feed_weights) / tensor
         return (rest, feeds) if self.experts > 1 else (rest + feeds, 0)
 
@@ -191,9 +204,9 @@ class Transformer:
         feeds = (self.active + self.shared) * self._feed_weights
         return sum(x * y for x, y in self._attention()) + feeds
 
-    def _scores(self, causal: bool) -> int:
+    def _scores(self, causal: bool) -> float:
         """FLOPs of a token's scores and values in a layer."""
-        query, _, _, output = self._heads
+        query, _, _, output = self._heads()
         return (1 if causal else 2) * self.sequence * (query + output)
 
     @property
@@ -264,7 +277,7 @@ class Transformer:
         h, s, f, t, c = self.hidden, self.sequence, self.feed, tensor, context
         e, g, shared = self.active, self._matrices, self.shared
         expert = expert if self.experts > 1 else 1
-        query, key, value, out = self._heads
+        query, key, value, out = self._heads(t)
 
         def feed(rows: float) -> float:
             up, down = machine.product(rows, h, f / t), machine.product(rows, f / t, h)
@@ -277,7 +290,7 @@ class Transformer:
         scores = tokens * self._scores(causal=flash) / t / (machine.flops * machine.share)
         squares = 0 if flash else 13 * self.heads * s * tokens / t / machine.hbm
         moved = tokens * (22 * h / split + 2 * g * (e + shared) * f / t) / machine.hbm
-        gathered = (key + value) / t if self.latent is None else self.latent.key + self.latent.rope
+        gathered = key + value if self.latent is None else self.latent.key + self.latent.rope
         sent = 2 * machine.collective(2 * tokens * h, t, 1)
         sent += machine.collective(2 * tokens * gathered * c, c, t, 1)
         sent += self.exchange(machine, tokens, t, c, expert)
@@ -289,7 +302,7 @@ class Transformer:
         # [3] bytes
         heads = (0 if self.latent and keep == "selective" else query + key + value) + out
         whole = tokens * ((8 if self.gated else 10) * h / split + 2 * self._latents)
-        whole += tokens * (2 * heads + 4 * (e + shared) * f) / t
+        whole += tokens * (2 * heads + 4 * (e + shared) * f / t)
         squared = 0 if flash else 5 * self.heads * s * tokens / t
         kept = {"all": whole + squared, "selective": whole, "full": 2 * tokens * h / split}[keep]
         rest, feeds = self.sizes(t)
@@ -321,6 +334,16 @@ MODELS = {
     # arXiv 2401.04088, table 1.
     "mixtral-8x7b": Transformer(
         *(32, 4096, 32, 32768, 32000), key_heads=8, feed=14336, gated=True, experts=8, active=2
+    ),
+    # arXiv 2505.09388, table 2, and its published configuration: wider heads than hidden / heads.
+    "qwen3-235b-a22b": Transformer(
+        *(94, 4096, 64, 4096, 151936),
+        key_heads=4,
+        head_size=128,
+        feed=1536,
+        gated=True,
+        experts=128,
+        active=8,
     ),
     # arXiv 2407.21783, table 3.
     "llama-3-405b": Transformer(
