@@ -17,7 +17,7 @@ from flax.errors import (
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from pipelab.jax.host import as_numbers
-from pipelab.jax.jaxpr import all_equations
+from pipelab.jax.jaxpr import all_equations, is_mutable
 from pipelab.runtime.batches import Trees
 
 TREES = Trees(
@@ -111,7 +111,9 @@ def check_trained(parts: Sequence[Part]) -> None:
         for path, leaf in jax.tree.leaves_with_path(parameters):
             where = f"stage {s}, parameters{jax.tree_util.keystr(path)}"
             kind = getattr(leaf, "dtype", type(leaf))
-            if not hasattr(leaf, "dtype") or not jnp.issubdtype(kind, jnp.inexact):
+            if is_mutable(leaf):
+                kind = "mutable array (give its value, ref[...])"
+            if not hasattr(leaf, "nbytes") or not jnp.issubdtype(kind, jnp.inexact):
                 raise ValueError(
                     f"{where}: type {kind} cannot be trained, only floating-point arrays; let the "
                     "function hold the others"

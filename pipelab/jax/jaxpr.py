@@ -131,6 +131,11 @@ def spec_of(of: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
 
+def is_mutable(of: Any) -> bool:
+    """Whether an atom or array is a mutable one (jax.new_ref)."""
+    return hasattr(getattr(of, "aval", of), "inner_aval")
+
+
 def variables(atoms: Iterable[Atom]) -> Variables:
     return [a for a in atoms if not isinstance(a, Literal)]
 

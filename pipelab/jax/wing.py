@@ -12,6 +12,7 @@ from pipelab.jax.arithmetic import JaxArithmetic
 from pipelab.jax.device import JaxDevice, jax_devices
 from pipelab.jax.distributed import Distributed
 from pipelab.jax.host import digest, of_trees
+from pipelab.jax.jaxpr import is_mutable
 from pipelab.jax.stage import JaxStage, digest_of, digest_of_optimizer
 from pipelab.runtime.batches import cut_batch, samples_of
 from pipelab.runtime.options import Options
@@ -96,7 +97,7 @@ class JaxWing(Wing):
     def look_at(self, batches: Sequence[Any]) -> None:
         count = min(self.schedule.microbatches, samples_of(batches[0], TREES))
         pieces = cut_batch(batches[0], count, 0, TREES)
-        self.shapes = _shapes(self.parts, pieces, self.seeded)
+        self.shapes = _shapes(self.parts, self.options.loss, pieces, self.seeded)
 
     def digests(self) -> dict[str, str | None]:
         # Processes may differ in their patience, and in how they name the same devices.
@@ -145,14 +146,23 @@ class JaxWing(Wing):
 
 
 def _shapes(
-    parts: Sequence[Part], pieces: Sequence[tuple[Any, Any]], draws: bool
+    parts: Sequence[Part], loss: Any, pieces: Sequence[tuple[Any, Any]], draws: bool
 ) -> list[list[tuple[Any, Any]]]:
     """Per stage, the (x, target) of each size of micro-batch.
 
-    Nothing after a stage that cannot be traced: the run says why.
+    Nothing after a stage that cannot be traced: the run says why. ValueError for one that uses a
+    mutable array of others.
     """
     # Shapes go through the stages as arrays will, and cost nothing.
     found: list[list[tuple[Any, Any]]] = [[] for _ in parts]
+    impure: list[str] = []
+
+    def trace(name: str, function: Any, *of: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*of)
+        if any(map(is_mutable, traced.consts)):
+            impure.append(name)
+        return shapes
+
     key = (jax.random.key(0),) if draws else ()
     each_size = {samples_of(piece, TREES): piece for piece in pieces}
     for piece in each_size.values():
@@ -160,5 +170,11 @@ def _shapes(
         with suppress(Exception):
             for s, (apply, parameters) in enumerate(parts):
                 found[s].append((x, target if s == len(parts) - 1 else None))
-                x = jax.eval_shape(apply, parameters, x, *key)
+                x = trace(f"stage {s}", apply, parameters, x, *key)
+            trace("the loss", loss, x, target)
+    if impure:
+        raise ValueError(
+            f"{impure[0]} uses a mutable array (jax.new_ref) made outside of it, which compiling "
+            "and checking would change, too: make it inside, or output its values"
+        )
     return found

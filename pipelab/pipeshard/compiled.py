@@ -85,21 +85,8 @@ class CompiledStage(Compiled):
             except PipeshardError as error:
                 self.all_reduced = str(error)
         super().__init__(traced, shapes, kinds, sent, options, pullback)
-        # [3] What the sums of the micro-batches' gradients make.
-        shared = [sum(v in of.parameters for of in graphs) > 1 for v in graph.parameters]
-        pairs = zip(shared, shapes.parameters, strict=True)
-        found = [sum_spec(x) if several else x for several, x in pairs]
-        self.total = None
-        if self.sums != found:
-
-            def total(sums: Arrays) -> Any:
-                pairs = zip(sums, found, strict=True)
-                whole = (x if x.ndim == y.ndim else jnp.sum(x, 0) for x, y in pairs)
-                return [x.astype(y.dtype) for x, y in zip(whole, found, strict=True)], DONE
-
-            where = [x.sharding for x in found], None
-            self.total = compile_passes(total, where, self.sums, donate=0, options=options)
-        # [4] What it holds.
+        self.total = self._compile_total(graphs, shapes.parameters, options)
+        # [3] What it holds.
         self.own = {*graph.parameters, *graph.fixed, *graph.data}
         own = {i for i, v in enumerate(graph.arguments) if v in self.own}
         kept = zip(self.kept, self.kept_shapes, strict=True)
@@ -108,10 +95,28 @@ class CompiledStage(Compiled):
         weights = shapes.parameters if self.trains else shapes.fixed
         self.parameter_bytes = sum(map(bytes_on_mesh, weights))
         self.gradient_bytes = sum(map(bytes_on_mesh, self.sums)) if self.trains else 0
-        # [5] The update.
+        # [4] The update.
         self.tasks = [CompiledTask(task, place) for task in tasks if task.stage == s]
         read = {v for task in self.tasks for v in task.inputs}
         self.optimizer_bytes = sum(map(bytes_on_mesh, specs(read & {*state}, place)))
+
+    def _compile_total(
+        self, graphs: list[StageGraph], parameters: Specs, options: Mapping[str, Any] | None
+    ) -> Any:
+        """`total`: the devices' rows added up; rounded, where all of a gradient is here."""
+        several = [sum(v in of.parameters for of in graphs) > 1 for v in self.graph.parameters]
+        pairs = zip(several, parameters, strict=True)
+        found = [sum_spec(x) if shared else x for shared, x in pairs]
+        if self.sums == found:
+            return None
+
+        def total(sums: Arrays) -> Any:
+            pairs = zip(sums, found, strict=True)
+            whole = (x if x.ndim == y.ndim else jnp.sum(x, 0) for x, y in pairs)
+            return [x.astype(y.dtype) for x, y in zip(whole, found, strict=True)], DONE
+
+        where = [x.sharding for x in found], None
+        return compile_passes(total, where, self.sums, donate=0, options=options)
 
 
 class CompiledTask(UpdateTask):

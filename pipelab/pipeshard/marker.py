@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
-from pipelab.jax.jaxpr import Arrays, Graph, inline, read_by, variables
+from pipelab.jax.jaxpr import Arrays, Graph, inline, is_mutable, read_by, variables
 from pipelab.pipeshard.arrays import is_array, shape_of
 
 # A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
@@ -95,6 +95,11 @@ def _marked(
         weights = len(guard.inputs)
 
     # [3] What the loss closes over, arguments and outer tracers, becomes its last arguments.
+    if any(map(is_mutable, closed.consts)):
+        raise TypeError(
+            "the loss uses a mutable array (jax.new_ref) made outside of it: pass its value "
+            "(ref[...]), and return what it becomes (has_aux=True)"
+        )
     jaxpr = closed.jaxpr
     hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.invars, *jaxpr.constvars])
     inner = ClosedJaxpr(hoisted, ())

@@ -20,6 +20,7 @@ from pipelab.jax.jaxpr import (
     all_equations,
     contains,
     inline,
+    is_mutable,
     needed,
     place_of,
     place_of_error,
@@ -114,6 +115,10 @@ def _check_leaf(name: str, value: Any) -> None:
     if isinstance(value, jax.core.Tracer):
         raise PipeshardError(
             "the pipeline is called inside jax.jit or another transformation: call it outside"
+        )
+    if is_mutable(value):
+        raise PipeshardError(
+            f"argument {name} is a mutable array: pass its value (ref[...]), and return the new one"
         )
     if not is_array(value):
         raise PipeshardError(
@@ -210,8 +215,11 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     # [2] The marked equation holds the loss.
     marked = _find_gradient(whole.equations)
     if marked is None:
+        _check_effects(whole)
         return _forward_only(whole, batch, _donated(whole, closed), jax.tree.structure(shapes))
     loss, parameters = _loss_of(whole, marked, batch)
+    _check_effects(loss)
+    _check_effects(whole)
     # [3] What the results need beside it is the update.
     others = [eqn for eqn in whole.equations if eqn is not marked]
     effects = [eqn for eqn in others if eqn.effects]
@@ -235,6 +243,23 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     )
     _check_update(found)
     return found
+
+
+def _check_effects(graph: Graph) -> None:
+    """PipeshardError for equations that only work in their order, which a pipeline changes."""
+    for eqn in graph.equations:
+        atoms = *eqn.invars, *eqn.outvars
+        if contains(eqn, ["new_ref", "empty_ref"]) or any(map(is_mutable, atoms)):
+            raise PipeshardError(
+                f"{eqn.primitive.name} ({place_of(eqn)}) uses a mutable array (jax.new_ref), whose "
+                "writes would be lost between stages and micro-batches: compute new arrays "
+                "(x.at[i].set(y)), and return what is needed later"
+            )
+        if any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects):
+            raise PipeshardError(
+                f"{eqn.primitive.name} ({place_of(eqn)}) is ordered, but stages and micro-batches "
+                "run in another order: say ordered=False"
+            )
 
 
 def _whole_step(step: Callable, arguments: Arguments, samples: int) -> tuple[ClosedJaxpr, Any]:

@@ -444,3 +444,34 @@ def test_a_gradient_in_half_precision_is_as_near_as_that_of_the_undivided_batch(
         return sum(float(np.square(np.asarray(a, float) - b).sum()) for a, b in pairs)
 
     assert off(p["zero"] for p in result.weights) < 1.5 * off(whole(kind))
+
+
+# ---- mutable arrays
+
+
+def test_a_mutable_array_stays_within_a_stage():
+    def doubled(w, x):
+        ref = jax.new_ref(x)
+        ref[...] += x
+        return ref[...] * w
+
+    parts = [(doubled, np.ones(3)), (doubled, np.ones(3))]
+    data = [(np.ones((4, 3)), np.zeros((4, 3)))]
+    result = train(make("zb_h1", 2, 2), parts, data)
+    assert result.check.passed
+    assert result.losses == [16.0]
+
+    ref = jax.new_ref(jnp.zeros(()))
+
+    def counting(w, x):
+        ref[...] += 1
+        return x * w
+
+    table = make("gpipe", 2, 2)
+    with pytest.raises(ValueError, match="stage 1 uses a mutable array"):
+        train(table, [parts[0], (counting, np.ones(3))], data)
+    with pytest.raises(ValueError, match="the loss uses a mutable array"):
+        train(table, parts, data, loss=lambda y, target: mse(counting(1.0, y), target))
+    with pytest.raises(ValueError, match=r"stage 1, parameters: type mutable array"):
+        train(table, [parts[0], (doubled, jax.new_ref(jnp.ones(3)))], data)
+    assert ref[...] == 0

@@ -876,3 +876,64 @@ def test_gradients_and_losses_in_half_precision_are_added_in_float32(shared, opt
     assert (float(loss), float(total)) == (1.0, 1024.0)
     assert {name: g.item() for name, g in gradients.items()} == dict.fromkeys(params, 1.0 + shared)
     assert {x.dtype for x in (loss, total, *gradients.values())} == {jnp.dtype(jnp.bfloat16)}
+
+
+# ---- what works in one order only
+
+
+def written(h):
+    ref = jax.new_ref(jnp.zeros_like(h))
+    ref[...] = h
+    return ref[...]
+
+
+def summed(h):
+    return jax.lax.scan(lambda c, _: (written(c), None), h, None, length=2)[0]
+
+
+def printed(h):
+    jax.debug.print("{}", h, ordered=True)
+    return h
+
+
+OUTSIDE = jax.new_ref(jnp.zeros(()))
+
+
+def remembered(h):
+    OUTSIDE[...] += 1
+    return h
+
+
+@pytest.mark.parametrize(
+    ("of", "match"),
+    [
+        (written, "uses a mutable array"),
+        (jax.jit(written), "uses a mutable array"),
+        (summed, r"scan .* uses a mutable array"),
+        (printed, "is ordered, but stages"),
+    ],
+)
+def test_mutable_arrays_and_ordered_effects_are_refused(of, match):
+    # Was: writes that were lost, a loss of 0 for 4.
+    def loss(params, batch):
+        return jnp.mean(of(batch["x"] @ params[0]) @ params[1])
+
+    assert_refused(match, loss)
+
+
+def test_mutable_arrays_of_the_caller_are_refused():
+    def loss(params, batch):
+        return jnp.mean(remembered(batch["x"] @ params[0]) @ params[1])
+
+    with pytest.raises(TypeError, match="the loss uses a mutable array"):
+        pipeline_of(loss)(PARAMS, data(16))
+
+    def step(params, ref, batch):
+        value, gradients = value_and_grad(lambda p, x: jnp.mean(x @ p[0]))(params, batch["x"])
+        OUTSIDE[...] = value
+        return gradients
+
+    for given, match in ((OUTSIDE, "argument 1 is a mutable array"), (1.0, "uses a mutable array")):
+        with pytest.raises(PipeshardError, match=match):
+            parallelize(step, Pipeshard(4, devices=TWO), (2,))(PARAMS, given, data(16))
+    assert OUTSIDE[...] == 0
