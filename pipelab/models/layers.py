@@ -7,31 +7,34 @@ in their place.
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from pipelab.models.placeholder import Needed, Place, Tape
+from pipelab.models.proof import Proof, mode, others_of, seen
 from pipelab.models.shell import (
     INPUT,
     PLAIN,
+    SKIPS,
+    STATE,
     Around,
     Block,
     Call,
+    Calls,
     Hollow,
-    Needed,
     Stub,
-    Tape,
     Values,
     cloned,
     omitted_of,
     result_of,
+    untaken,
 )
+from pipelab.models.watch import Watch, blocks_of
 from pipelab.runtime.torch.checkpoint import Index, states_for
 
 
@@ -40,7 +43,9 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
 
     One layer before the blocks, each block, one between two lists of blocks (an encoder's and a
     decoder's), and one after them; `pipelab.models.split` makes stages of them. Together they
-    return what `model(**inputs)` returns, to the last bit: its logits (for several heads, a
+    return what `model(**inputs)` returns, to the last bit, and every weight gets the gradient that
+    it gets there: in training, drawing the same random numbers, and in evaluation. It returns its
+    logits (for several heads, a
     dictionary of all outputs named *logits), or its first output if it has none. The first layer
     takes the inputs by name, or the main one alone. Layers pass on hidden states, masks, positions,
     and anything else that later layers read, by name. The weights are the model's own, and tied
@@ -57,26 +62,17 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
     based: Any = getattr(model, "get_base_model", None)  # of peft: the model with its adapters
     model = based() if based else model
     given = dict(_sample(model) if sample is None else sample)
-    with _evaluating(model), torch.no_grad():
-        try:
-            returned = cloned(model)(**given)  # some models remember what they are given
-            expected = result_of(returned)
-        except Exception as error:
-            raise ValueError(
-                f"a {type(model).__name__} fails on {'this' if sample else 'a random'} sample with "
-                f"{type(error).__name__}: {error}; give layers_of a sample that works"
-            ) from error
-        try:
-            layers = _Look(model, given).equal_layers(expected)
-        except _Uncut as error:
-            raise ValueError(
-                f"a {type(model).__name__} cannot be cut into layers: {error}; write its layers by "
-                "hand, each a module of one argument, as pipelab/models/gpt2.py does"
-            ) from None
-    for layer in layers:
-        if isinstance(layer, Around):
-            layer.train(model.training)
-    if omitted := omitted_of(returned, expected):
+    try:
+        if isinstance(model, torch._dynamo.OptimizedModule):
+            raise _Uncut("it is compiled as a whole; give layers_of the model that you compiled")
+        look = _Look(model, given)
+        layers = look.equal_layers()
+    except _Uncut as error:
+        raise ValueError(
+            f"a {type(model).__name__} cannot be cut into layers: {error}; write its layers by "
+            "hand, each a module of one argument, as pipelab/models/gpt2.py does"
+        ) from None
+    if omitted := omitted_of(look.watch.returned, result_of(look.watch.returned)):
         warnings.warn(
             f"a {type(model).__name__} also returns {', '.join(omitted)}, which its layers do not",
             stacklevel=2,
@@ -110,150 +106,164 @@ class _Uncut(Exception):
         self.at = at
 
 
-def _differs(layers: Sequence[nn.Module], given: Any, expected: Any) -> str:
-    """Why the layers do not give what is expected; nothing if they do."""
-    try:
-        found = given
-        for layer in layers:
-            found = layer(found)
-    except Needed:
-        raise
-    except Exception as error:
-        return f"its parts fail with {type(error).__name__}: {error}"
-    pairs = zip(*map(pytree.tree_leaves, (found, expected)), strict=True)
-    same = all(torch.equal(*pair) for pair in pairs if isinstance(pair[1], Tensor))
-    return "" if same else "its parts return a different result"
-
-
 # ---- looking at a model
-
-Place = tuple[int, int]  # a block in its list, and a leaf of its arguments or of its result
 
 
 class _Look:
     """What is seen of a model while it computes a sample.
 
-    lists  the paths of its lists of blocks, in the order in which they are called
-    calls  [list][block]
-    spans  path of a module -> when each of its calls began and ended
-    ends   when the first block of each list began, and the last one ended
-    kept   (part, path) of modules whose weights a part needs without calling them
+    lists   the paths of its lists of blocks, in the order in which they are called
+    calls   [list][block]
+    ends    when the first block of each list began, and the last one ended
+    kept    what a part needs of others: (part, path of a module whose weights it needs without
+            calling it, or place of a block's result)
+    proofs  what the layers have to repeat
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         self.model, self.given = model, given
-        self.kept: set[tuple[int, str]] = set()
-        self.spans: dict[str, list[tuple[int, int]]] = {}
-        calls: dict[str, Call] = {}
-        watched = cloned(model)  # a module that has two paths is two there
-        listed = {p: m for p, m in watched.named_modules() if isinstance(m, nn.ModuleList)}
-        blocks = {f"{p}.{i}" for p, m in listed.items() for i in range(len(m))}
-        clock, begun = count(), []
-
-        def before(path: str, args: Any, kwargs: Any) -> None:
-            # The arguments as they are now: a block may write into them.
-            flat = pytree.tree_flatten_with_path((args, kwargs)) if path in blocks else None
-            begun.append((next(clock), flat))
-
-        def after(path: str, module: nn.Module, result: Any) -> None:
-            began, flat = begun.pop()
-            self.spans.setdefault(path, []).append((began, next(clock)))
-            if flat:
-                parameters = [*inspect.signature(module.forward).parameters]
-                pairs, spec = flat
-                names = [_name_of(key, parameters) for key, _ in pairs]
-                leaves = [leaf for _, leaf in pairs]
-                results, result_spec = pytree.tree_flatten(result)
-                calls[path] = Call(names, leaves, _form(spec), results, _form(result_spec))
-
-        for path, module in watched.named_modules():
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, path=path: before(path, args, kwargs), with_kwargs=True
+        self.kept: set[tuple[int, str | Place]] = set()
+        try:
+            self.watch, evaluated = (Watch(model, given, training) for training in (True, False))
+        except Exception as error:
+            raise ValueError(
+                f"a {type(model).__name__} fails on this sample with {type(error).__name__}: "
+                f"{error}; give layers_of a sample that works"
+            ) from error
+        self.proofs = [Proof(True, given, self.watch.seen), Proof(False, given, evaluated.seen)]
+        if self.watch.seen.outside:
+            raise _Uncut(
+                "in training it draws random numbers of numpy or Python (as transformers' "
+                "apply_spec_augment and layerdrop do), which no seed of a run reaches: turn it off"
             )
-            module.register_forward_hook(lambda m, _, result, path=path: after(path, m, result))
-        watched(**given)
+        other, clone = others_of(given), cloned(model)
+        # Values that the model does not take show nothing.
+        with suppress(Exception), mode([clone], True):
+            expected = seen(clone, [clone], lambda: result_of(clone(**other)), True, False)
+            self.proofs.insert(1, Proof(True, other, expected))
         # Lists of what is called one after another, in no other such list.
-        found, why = [], "it never calls two blocks of an nn.ModuleList in a row"
+        listed = {p: m for p, m in clone.named_modules() if isinstance(m, nn.ModuleList)}
+        blocks = blocks_of(clone)
+        found: list[tuple[int, int, str, int]] = []
+        why = "it never calls two blocks of an nn.ModuleList in a row"
         for path, items in listed.items():
-            spans = [self.spans.get(f"{path}.{i}", []) for i in range(len(items))]
+            spans = [self.watch.spans.get(f"{path}.{i}", []) for i in range(len(items))]
             if len(spans) < 2 or any(path.startswith(f"{block}.") for block in blocks):
                 continue
             if all(len(of_block) == 1 for of_block in spans) and sorted(spans) == spans:
                 found.append((spans[0][0][0], spans[-1][0][1], path, len(items)))
             else:
                 why = f"the blocks of {path} are not called once each, in order"
-        rows = [p for p, m in watched.named_modules() if isinstance(m, nn.Sequential)]
+                if not all(spans) and f"{path}.0" in evaluated.calls:
+                    why = SKIPS.format(f" of {path} in training")
+        rows = [p for p, m in clone.named_modules() if isinstance(m, nn.Sequential)]
         if rows and not listed:
             why += f"; {rows[0] or 'it'} is an nn.Sequential, whose children are layers themselves"
         if not found:
             raise _Uncut(why)
+        calls = self.watch.calls
         self.ends = [(begin, end) for begin, end, *_ in sorted(found)]
         self.lists = [path for *_, path, _ in sorted(found)]
-        self.calls = [[calls[f"{path}.{i}"] for i in range(n)] for *_, path, n in sorted(found)]
+        self.calls: list[list[Calls]] = [
+            [
+                {True: calls[at], False: evaluated.calls.get(at, calls[at])}
+                for at in (f"{path}.{i}" for i in range(n))
+            ]
+            for *_, path, n in sorted(found)
+        ]
 
-    def equal_layers(self, expected: Any) -> list[nn.Module]:
-        """The layers that give what is expected. _Uncut if there are none."""
-        # At first without what is seldom needed: what blocks give beside their hidden states,
-        # and weights of modules whose part of `forward` is another layer's.
+    def equal_layers(self) -> list[nn.Module]:
+        """The layers that are the model. _Uncut if there are none."""
+        # At first without what is seldom needed: to compute again what was drawn before the blocks,
+        # with the weights of modules whose part of `forward` is another layer's.
         whole, reasons = False, []
         while True:
             try:
                 layers = self.layers(whole)
-                if not (reason := _differs(layers, self.given, expected)):
-                    self._check_draws(whole)
+                differing = (proof.differs(self.model, layers) for proof in self.proofs)
+                if not (reason := next(filter(None, differing), "")):
                     return layers
                 if whole:
                     raise _Uncut(reason)
                 whole = True
-            except Needed as module:
-                self.kept.add(module.module)
-            except _Uncut as error:
+            except (_Uncut, Needed) as found:
+                error = self._keep(found) if isinstance(found, Needed) else found
+                if not error:
+                    continue
                 reasons.append(str(error))
                 if not error.at or len(self.lists) == 1:
                     raise _Uncut("; ".join(reasons)) from None
                 which = self.lists.index(error.at)  # it is a part of what stands around the others
                 del self.lists[which], self.calls[which], self.ends[which]
+                self.kept.clear()
+                whole = False
 
-    def _check_draws(self, whole: bool) -> None:
-        """_Uncut if a part may read what another one has drawn at random, and draws it anew."""
-        for path, module in self.model.named_modules():
-            in_block = any(path.startswith(f"{of_list}.") for of_list in self.lists)
-            twice = whole or any(f"{path}.".startswith(f"{at}.") for _, at in self.kept)
-            draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p
-            if twice and draws and not in_block:
-                raise _Uncut(
-                    f"the part after its blocks recomputes {path} from before them, which would "
-                    "draw new random numbers; set its dropout to 0"
-                )
+    def _keep(self, needed: Needed) -> _Uncut | None:
+        """Note what a part needs; why the model cannot be cut if it cannot have it."""
+        part, origin = needed.part, needed.origin
+        if isinstance(origin, tuple) and origin[0] == part:
+            path = self.lists[part]
+            return _Uncut(
+                f"its forward reads what {path}.{origin[1]} returns before its last block is "
+                "called; move that into the blocks",
+                path,
+            )
+        if (part, origin) in self.kept:
+            return _Uncut(str(needed))
+        self.kept.add((part, origin))
+        return None
+
+    def _drawing(self) -> set[int]:
+        """The parts that draw random numbers around their blocks."""
+        blocks = [
+            self.watch.spans[f"{path}.{k}"][0]
+            for path, calls in zip(self.lists, self.calls, strict=True)
+            for k in range(len(calls))
+        ]
+        return {
+            sum(end <= a for _, end in self.ends)
+            for a, b in self.watch.drawn
+            if not any(begin <= a and b <= end for begin, end in blocks)
+        }
 
     def layers(self, whole: bool) -> list[nn.Module]:
         """The layers; `whole`: each with all that might be needed."""
-        main = getattr(self.model, "main_input_name", "input_ids")
+        taken = [*inspect.signature(self.model.forward).parameters, *self.given]
+        main = getattr(self.model, "main_input_name", "")
+        main = main if main in self.given else next(name for name in taken if name in self.given)
         # `forward` may look at any input in any part.
         inputs = {INPUT + name for name, x in self.given.items() if isinstance(x, Tensor)}
+        drawing = self._drawing()
         made: list[Any] = []
+        rows: list[list[Block]] = []
         for part in range(len(self.lists) + 1):
             tape = Tape(part)
             shell, blocks = self._shell(part, tape, whole), [*self.calls, []][part]
             around = Around(shell, tape, main, len(blocks))
+            around.draws = any(other < part for other in drawing)
+            around.again = [f"{STATE}{p}" for p in range(part)] if whole and around.draws else []
             if not made:
                 around.known = set(self.given)
             else:
-                last, call = made[-1], self.calls[part - 1][-1]
-                for i, leaf in enumerate(call.result):
-                    if isinstance(leaf, Tensor) and (whole or not i):
-                        last.writes[i] = _result_name(part - 1, len(self.calls[part - 1]) - 1, i)
-                around.after = last.writes
+                results = self.calls[part - 1][-1][True].result
+                first = next(i for i, leaf in enumerate(results) if isinstance(leaf, Tensor))
+                places = {(part - 1, len(rows[-1]) - 1, first)}
+                places |= {at for p, at in self.kept if p == part and isinstance(at, tuple)}
+                for place in sorted(places, reverse=True):
+                    of_list, block, i = place
+                    around.after[place] = rows[of_list][block].writes[i] = _result_name(*place)
             made.append(around)
             if part < len(self.lists):
-                made += self._blocks(part, around)
+                rows.append(self._blocks(part, around))
+                made += rows[-1]
         needed: set[str] = set()
         for layer in reversed(made):
+            layer.training = self.model.training
             layer.keeps = frozenset(needed)
             if isinstance(layer, Block):
                 needed |= {*filter(None, layer.reads)}
             elif layer is not made[0]:
-                needed |= {*filter(None, layer.after)} | inputs
+                needed |= {*layer.after.values(), *layer.again} | inputs
         return made
 
     def _blocks(self, part: int, around: Around) -> list[Block]:
@@ -261,15 +271,29 @@ class _Look:
         made: list[Block] = []
         known: dict[Any, str] = {}  # a tensor, or the name of an argument that is None -> its name
         path = self.lists[part]
-        for k, call in enumerate(self.calls[part]):
+        rows = [calls[True] for calls in self.calls[part]]
+        for k, (call, evaluated) in enumerate((c[True], c[False]) for c in self.calls[part]):
             reads: list[str | None] = []
             flows = False
+            if call.context:
+                raise _Uncut(
+                    f"{path}.{k} is called under {call.context}; move that into the block", path
+                )
+            if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in evaluated.leaves):
+                raise _Uncut(
+                    f"{path}.{k} is called with nested tensors in evaluation; make the "
+                    "nn.TransformerEncoder with enable_nested_tensor=False",
+                    path,
+                )
+            if (call.names, call.form) != (evaluated.names, evaluated.form):
+                raise _Uncut(f"{path}.{k} is called with other arguments in evaluation", path)
             for place, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
-                of_block = _where(leaf, self.calls[part][:k])
+                of_block = _where(leaf, rows[:k])
                 if of_block:
                     flows, (j, i) = True, of_block
                     made[j].writes[i] = _result_name(part, j, i)
                     reads.append(made[j].writes[i])
+                    around.tape.flows[k, place] = of_block
                 elif leaf is None or isinstance(leaf, Tensor):
                     key = name if leaf is None else id(leaf)
                     if key not in known:
@@ -285,8 +309,9 @@ class _Look:
                         f"{path}.{k} is called with {name}, a {kind} that may change", path
                     )
             if k and not flows:
-                raise _Uncut(f"{path}.{k} does not take what {path}.{k - 1} returns", path)
-            made.append(Block(self.model.get_submodule(f"{path}.{k}"), call, reads))
+                raise _Uncut(untaken(path, k, k - 1), path)
+            block = self.model.get_submodule(f"{path}.{k}")
+            made.append(Block(block, f"{path}.{k}", self.calls[part][k], reads))
         return made
 
     def _shell(self, part: int, tape: Tape, whole: bool) -> nn.Module:
@@ -297,17 +322,19 @@ class _Look:
             for name, child in module.named_children():
                 at = f"{path}.{name}" if path else name
                 if at in self.lists:
-                    calls = self.calls[of_list := self.lists.index(at)]
-                    for k, (block, call) in enumerate(zip(child, calls, strict=True)):
-                        last = k == len(calls) - 1
-                        child[k] = Stub(block, tape, call, of_list, last)
+                    rows = self.calls[of_list := self.lists.index(at)]
+                    for k, (block, calls) in enumerate(zip(child, rows, strict=True)):
+                        child[k] = Stub(block, tape, calls, at, (of_list, k), k == len(rows) - 1)
                     continue
                 if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or self._holds_blocks(at):
                     fill(child, at)
                     continue
                 parts = self._parts(at)  # none, if the sample did not need it
                 kept = (whole and parts) or (part, at) in self.kept
-                if part not in parts and not kept and [*child.parameters()]:
+                states = [*child.parameters()] or any(
+                    f"{w}.".startswith(f"{at}.") for w in self.watch.writing
+                )
+                if part not in parts and not kept and states:
                     module._modules[name] = Hollow(child, tape, at, bool(parts))
 
         shell = cloned(self.model)
@@ -317,20 +344,22 @@ class _Look:
     def _holds_blocks(self, path: str) -> bool:
         """Whether blocks stand in a module, or are called while it is."""
         return any(of_list.startswith(f"{path}.") for of_list in self.lists) or any(
-            begin < first < end for begin, end in self.spans.get(path, ()) for first, _ in self.ends
+            begin < first < end
+            for begin, end in self.watch.spans.get(path, ())
+            for first, _ in self.ends
         )
 
     def _parts(self, path: str) -> set[int]:
         """The parts of `forward` in which a module is called, or one that it has."""
         return {
             sum(last < begin for _, last in self.ends)
-            for at, spans in self.spans.items()
+            for at, spans in self.watch.spans.items()
             if at == path or at.startswith(f"{path}.")
             for begin, _ in spans
         }
 
 
-def _where(leaf: Any, calls: Sequence[Call]) -> Place | None:
+def _where(leaf: Any, calls: Sequence[Call]) -> tuple[int, int] | None:
     """The latest of these calls that gave a tensor, and where in its result it stands."""
     for k, call in reversed([*enumerate(calls)]):
         for i, result in enumerate(call.result):
@@ -339,30 +368,8 @@ def _where(leaf: Any, calls: Sequence[Call]) -> Place | None:
     return None
 
 
-def _form(spec: Any) -> Any:
-    return pytree.tree_unflatten(range(spec.num_leaves), spec)
-
-
 def _result_name(of_list: int, block: int, leaf: int) -> str:
     return f"result {leaf} of block {block} of list {of_list}"
-
-
-def _name_of(key: Any, parameters: Sequence[str]) -> str:
-    """What an argument of a call is called, such as attention_mask or position_embeddings[0]."""
-    position, name, *deeper = key
-    base = name.key if position.idx else parameters[min(name.idx, len(parameters) - 1)]
-    return base + pytree.keystr(tuple(deeper))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _sample(model: nn.Module) -> Values:

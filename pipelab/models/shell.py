@@ -6,27 +6,44 @@ stubs for the blocks and hollow modules for other parts.
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipelab.models.placeholder import (
+    SHOW,
+    Differs,
+    Needed,
+    Place,
+    Tape,
+    known,
+    placeholder,
+    random_state,
+)
+from pipelab.runtime.torch.device import DRAWING
+
 Values = dict[str, Tensor]  # what layers hand on, by name
 INPUT = "input "  # begins the names of what the model itself is given
+STATE = "random state of part "
+SKIPS = "skips some of its blocks{}, but a pipeline runs all: set that probability (layerdrop) to 0"
 PLAIN = int, float, str, torch.dtype, torch.device
-SHOW = "give layers_of a sample with all the inputs that batches have"
 
 
 class Call(NamedTuple):
     """One call of a block: leaves of its arguments and of its result; arguments have names.
 
-    A form has the numbers of leaves in their places.
+    A form has the numbers of leaves in their places. `context`: the grad mode and the autocast
+    around it, where they are not the model's.
     """
 
     names: list[str]
     leaves: list[Any]
     form: Any
+    context: str
     result: list[Any]
     result_form: Any
 
@@ -34,20 +51,24 @@ class Call(NamedTuple):
 class Block(nn.Module):
     """A block of the model, called as the model would call it.
 
+    path    where the model has it
     reads   leaf by leaf of its arguments, the value's name, or None for a constant
     writes  leaf by leaf of its result, the name that later layers read it by, or None
     keeps   the names that later layers read
     """
 
-    def __init__(self, block: nn.Module, call: Call, reads: Sequence[str | None]) -> None:
+    def __init__(
+        self, block: nn.Module, path: str, calls: "Calls", reads: Sequence[str | None]
+    ) -> None:
         super().__init__()
+        call, self.path = calls[True], path
         self.block, self.form, self.reads = block, call.form, reads
-        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        self.constants = {training: constants_of(calls[training]) for training in calls}
         self.writes: list[str | None] = [None] * len(call.result)
         self.keeps: frozenset[str] = frozenset()
 
     def forward(self, values: Values) -> Values:
-        pairs = zip(self.reads, self.constants, strict=True)
+        pairs = zip(self.reads, self.constants[self.training], strict=True)
         # A name may be missing: without padding there is no mask.
         leaves = [values.get(name) if name else constant for name, constant in pairs]
         args, kwargs = _filled(self.form, leaves)
@@ -63,7 +84,9 @@ class Around(nn.Module):
     main    the name of the input that may be given alone
     known   what the first layer is given: the names of the sample; else nothing
     blocks  how many there are in the next list
-    after   the name of each leaf of the result of the last block before it
+    after   the results of blocks before it that it reads, and their names
+    draws   whether the parts before it draw random numbers: it leaves the generators as they were
+    again   the names of their states when those parts began, if it reads what was drawn
     groups  a value's name -> the blocks that are called with it, and the leaf of their arguments
     """
 
@@ -71,7 +94,8 @@ class Around(nn.Module):
         super().__init__()
         self.shell, self.tape, self.main, self.blocks = shell, tape, main, blocks
         self.known: set[str] = set()
-        self.after: list[str | None] = []
+        self.after: dict[Place, str] = {}
+        self.draws, self.again = False, list[str]()
         self.groups: dict[str, list[tuple[int, int]]] = {}
         self.keeps: frozenset[str] = frozenset()
 
@@ -89,35 +113,43 @@ class Around(nn.Module):
             tensors = [*self.parameters(), *values.values()]
             tape.like = next((t for t in tensors if t.is_floating_point()), tensors[-1])
         else:
-            tape.given = [values[name] if name else None for name in self.after]
-            tape.like = next(x for x in tape.given if x is not None)
+            tape.given = {place: values[name] for place, name in self.after.items()}
+            tape.like = next(iter(tape.given.values()))
             inputs = {n.removeprefix(INPUT): x for n, x in values.items() if n.startswith(INPUT)}
         # [2] `forward`, until it has called all blocks of the next list
-        tape.calls, tape.used = [], bool(self.known)
-        try:
-            result = result_of(self.shell(**inputs))
-        except Reached:
-            pass
-        finally:
-            calls, tape.given, tape.like = tape.calls, [], None
-            tape.calls = []
+        tape.calls, tape.returned, tape.used = [], [], bool(self.known)
+        state, own = f"{STATE}{tape.until}", None
+        if self.draws or state in self.keeps:
+            own = random_state(tape.like.device)
+        # Those before are drawn again meanwhile, in a generator that a process's threads share.
+        with DRAWING if self.draws else nullcontext():
+            if self.draws:
+                tape.states = {p: values[name] for p, name in enumerate(self.again)}
+                tape.states[tape.until] = own
+                tape.rewind(0)
+            try:
+                result = result_of(self.shell(**inputs))
+            except Reached:
+                pass
+            finally:
+                calls, tape.given, tape.like = tape.calls, {}, None
+                tape.calls, tape.returned, tape.states = [], [], {}
         if len(calls) != self.blocks or not tape.used:
-            raise ValueError(
-                "the model skips some of its blocks for this batch, but a pipeline runs all: set "
-                "that probability (layerdrop) to 0"
-            )
+            raise Differs("the model " + SKIPS.format(" for this batch"))
         if not self.blocks:
+            for leaf in pytree.tree_leaves(result):
+                known(leaf)
             return result
-        handed = values | self._read(calls)
+        handed = values | self._read(calls) | {state: own}
         return {name: value for name, value in handed.items() if name in self.keeps}
 
     def _read(self, calls: Sequence[Sequence[Any]]) -> Values:
         """What the stubs were called with, by name."""
         read = {}
         for name, places in self.groups.items():
-            first, *others = (calls[block][leaf] for block, leaf in places)
+            first, *others = (known(calls[block][leaf]) for block, leaf in places)
             if any(other is not first for other in others):
-                raise ValueError(
+                raise Differs(
                     f"the blocks get different values of {name!r} for this batch, but got the same "
                     "one in the sample: give layers_of a sample with padding"
                 )
@@ -126,22 +158,7 @@ class Around(nn.Module):
         return read
 
 
-class Tape:
-    """What a layer and the stubs in it tell one another during a forward.
-
-    until  the number of the list whose blocks are called next, if any is
-    given  leaves of the result of the last block of the list before
-    like   a tensor of the right type on the right device
-    used   whether the stub of the last block before was called
-    calls  the leaves that each block of the next list was called with
-    """
-
-    def __init__(self, until: int) -> None:
-        self.until = until
-        self.given: list[Any] = []
-        self.used = False
-        self.like: Any = None
-        self.calls: list[list[Any]] = []
+Calls = Mapping[bool, Call]  # a block's in training, and in evaluation
 
 
 class Reached(BaseException):
@@ -149,9 +166,7 @@ class Reached(BaseException):
 
 
 class Hollow(nn.Module):
-    """In place of a module whose weights are another layer's: returns its shapes.
-
-    The numbers are placeholders: nan, which shows if it is read after all; zeros for integers.
+    """In place of a module whose weights are another layer's: returns placeholders of its shapes.
 
     called  whether the sample called it
     """
@@ -159,6 +174,8 @@ class Hollow(nn.Module):
     def __init__(self, module: nn.Module, tape: Tape, path: str, called: bool) -> None:
         super().__init__()
         self.path, self.called = path, called
+        self.origin: str | Place = path
+        self.training = module.training
         # In a tuple it is no part of this one, and its weights need no memory.
         self._of = (cloned(module, on_meta=True),)
         self.tape = tape
@@ -176,84 +193,113 @@ class Hollow(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.called:
-            raise ValueError(
+            raise Differs(
                 f"the model needs its {self.path} for this batch, but not for the sample: {SHOW}"
             )
-        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         like = self.tape.like
         if like is not None and like.is_floating_point():
             self._of[0].to(like.dtype)  # of the weights that it stands for, which may be widened
         try:
             found = self._of[0](*args, **kwargs)
         except Exception as error:
-            raise Needed(self.tape.until, self.path) from error
-        return pytree.tree_map_only(Tensor, lambda x: _nothing(x.shape, self.tape, x.dtype), found)
+            raise Needed(self.tape.until, self.origin) from error
+        return pytree.tree_map_only(Tensor, partial(placeholder, self.tape, self.origin), found)
 
 
 class Stub(Hollow):
-    """In place of a block: records its arguments, or returns what the real one has returned."""
+    """In place of a block: records its arguments, or returns what the real one has returned.
 
-    def __init__(self, block: nn.Module, tape: Tape, call: Call, of_list: int, last: bool) -> None:
+    at     the path of its list, and its number there
+    place  the numbers of both
+    """
+
+    def __init__(
+        self, block: nn.Module, tape: Tape, calls: "Calls", at: str, place: Any, last: bool
+    ) -> None:
         super().__init__(block, tape, "", called=True)
-        self.of_list, self.last, self.form = of_list, last, call.result_form
+        call = calls[True]
+        self.at, self.place, self.last, self.form = at, place, last, call.result_form
+        self.origin = *place, 0
         self.result = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in call.result]
+        shapes = [
+            next((x.shape for x in leaves if isinstance(x, Tensor)), None)
+            for leaves in (call.leaves, call.result)
+        ]
+        self.reshapes = shapes[0] != shapes[1]
         # What is no tensor is as it was.
-        plain = (leaf if isinstance(leaf, PLAIN) else None for leaf in call.leaves)
-        self.before = [*zip(call.names, plain, strict=True)]
+        self.before = {
+            training: [*zip(call.names, constants_of(calls[training]), strict=True)]
+            for training in calls
+        }
         self.names = len(call.form[0]), [*call.form[1]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        of_list, tape = self.of_list, self.tape
+        (of_list, block), tape = self.place, self.tape
         leaves = pytree.tree_leaves((args, kwargs))
         if of_list == tape.until:
             self._compare((len(args), [*kwargs]), leaves)
             tape.calls.append(leaves)
             if self.last:
                 raise Reached
-        if self.last and of_list == tape.until - 1:
-            tape.used = True
-            return _filled(self.form, tape.given)
+        if self.last:
+            tape.used |= of_list == tape.until - 1
+            tape.rewind(of_list + 1)
         # Hidden states of the right shape.
         hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        nothing = _nothing(hidden.shape, tape, hidden.dtype)
-        return _filled(self.form, [nothing if leaf is Tensor else leaf for leaf in self.result])
+        shaped = [hidden] * len(self.result)
+        if self.reshapes and not all((*self.place, i) in tape.given for i in range(len(shaped))):
+            shaped = pytree.tree_leaves(super().forward(*args, **kwargs))
+        found = [
+            tape.given.get((of_list, block, i), placeholder(tape, (of_list, block, i), x))
+            if leaf is Tensor
+            else leaf
+            for i, (x, leaf) in enumerate(zip(shaped, self.result, strict=True))
+        ]
+        if of_list == tape.until:
+            tape.returned.append([(x, _version(x)) for x in found])
+        return _filled(self.form, found)
 
     def _compare(self, names: Any, leaves: Sequence[Any]) -> None:
-        """ValueError if a number or text differs from the sample's, which the block keeps."""
-        if names != self.names or len(leaves) != len(self.before):
-            raise ValueError(
+        """Differs unless hidden states come from the blocks before, and constants are the same."""
+        before, tape = self.before[self.training], self.tape
+        if names != self.names or len(leaves) != len(before):
+            raise Differs(
                 f"the model calls a block with other arguments than for the sample: {SHOW}"
             )
-        for leaf, (name, before) in zip(leaves, self.before, strict=True):
-            if before is not None and (type(leaf) is not type(before) or leaf != before):
-                raise ValueError(
-                    f"the model calls a block with {name}={leaf!r}, but with {before!r} for the "
+        (_, block) = self.place
+        for i, (leaf, (name, constant)) in enumerate(zip(leaves, before, strict=True)):
+            if (block, i) in tape.flows:
+                j, of_result = tape.flows[block, i]
+                made, version = tape.returned[j][of_result]
+                if leaf is not made or _version(leaf) != version:
+                    raise Differs(untaken(self.at, block, j))
+            elif constant is not None and (type(leaf) is not type(constant) or leaf != constant):
+                raise Differs(
+                    f"the model calls a block with {name}={leaf!r}, but with {constant!r} for the "
                     "sample of layers_of: only tensors may change from batch to batch"
                 )
 
 
+def untaken(path: str, block: int, before: int) -> str:
+    return (
+        f"{path}.{block} does not take what {path}.{before} returns; move what its forward does "
+        "between them into the blocks"
+    )
+
+
+def constants_of(call: Call) -> list[Any]:
+    """The leaves of a block's arguments that are numbers or text, else None."""
+    return [leaf if isinstance(leaf, PLAIN) else None for leaf in call.leaves]
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+
+
 def _filled(form: Any, leaves: Sequence[Any]) -> Any:
     return pytree.tree_map(lambda number: leaves[number], form)
-
-
-def _nothing(shape: Sequence[int], tape: Tape, dtype: torch.dtype) -> Tensor:
-    """Full of nan, or of zeros for integers."""
-    like = tape.like
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype, device=like.device)
-    # The layers may have been brought to another precision since.
-    kind = like.dtype if like.is_floating_point() else dtype
-    return torch.full(shape, torch.nan, dtype=kind, device=like.device)
-
-
-class Needed(Exception):
-    """A part of `forward` needs the weights of a module."""
-
-    def __init__(self, part: int, path: str) -> None:
-        super().__init__(
-            f"part {part} of the model needs the weights of {path}, but not for the sample"
-        )
-        self.module = part, path
 
 
 def cloned(module: nn.Module, on_meta: bool = False, configs: Any = None) -> nn.Module:
@@ -262,14 +308,18 @@ def cloned(module: nn.Module, on_meta: bool = False, configs: Any = None) -> nn.
     Its configuration asks for named results, without a cache.
     """
     clone, own = object.__new__(type(module)), vars(module).items()
-    clone.__dict__ = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in own}
+    kinds = dict, list, set
+    clone.__dict__ = {k: v.copy() if isinstance(v, kinds) else v for k, v in own}
+    # Of the original's, and what computes blocks twice.
+    clone.__dict__ |= {n: None for n in ("_compiled_call_impl",) if n in clone.__dict__}
+    clone.__dict__ |= {n: False for n in ("gradient_checkpointing",) if n in clone.__dict__}
     configs = {} if configs is None else configs  # by identity: modules have one together
     if (config := vars(module).get("config")) is not None:
         if id(config) not in configs:
             configs[id(config)] = _asking(config)
         clone.__dict__["config"] = configs[id(config)]
-    kinds: Any = (clone._parameters, clone._buffers) if on_meta else ()
-    for of_kind in kinds:
+    of_kinds: Any = (clone._parameters, clone._buffers) if on_meta else ()
+    for of_kind in of_kinds:
         for name, tensor in of_kind.items():
             if tensor is not None:
                 bare = tensor.detach().to("meta")

@@ -1,0 +1,326 @@
+"""Own models in layers: equal to the model as it trains and as it is evaluated, or refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipelab.models import layers_of
+
+
+class Own(nn.Module):
+    """An embedding, four blocks and a head, called by a function."""
+
+    def __init__(self, call, **more):
+        super().__init__()
+        self.e, self.h = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.b = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(16, 16)) for _ in range(4))
+        self.call = call
+        for name, module in more.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.call(self, x)
+
+
+def through(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def dropped_between(s, x):
+    x = s.e(x)
+    for b in s.b:
+        x = b(F.dropout(x, 1.0, s.training))
+    return s.h(x)
+
+
+def added_between(s, x):
+    x = s.e(x)
+    for b in s.b:
+        x = b(x)
+        if s.training:
+            x = x + 1
+    return s.h(x)
+
+
+def added_in_evaluation(s, x):
+    x = s.e(x)
+    for b in s.b:
+        x = b(x)
+        if not s.training:
+            x = x + 1
+    return s.h(x)
+
+
+def added_in_place(s, x):
+    x = s.e(x)
+    for b in s.b:
+        x = b(x).add_(1)
+    return s.h(x)
+
+
+def paths_dropped(s, x):
+    x = s.e(x)
+    for b in s.b:
+        keep = torch.rand(len(x), 1, 1) > 0.5 if s.training else 1
+        x = b(x) * keep
+    return s.h(x)
+
+
+def hooked(s, x):
+    x = s.e(x)
+    for b in s.b:
+        x = b(x)
+        if x.requires_grad:
+            x.register_hook(lambda g: g * 0.5)
+    return s.h(x)
+
+
+def hooked_before(s, x):
+    x = s.e(x)
+    if s.training:
+        x.register_hook(lambda g: g * 0.5)
+    return s.h(through(s.b, x))
+
+
+def read_again(s, x):
+    x0 = x = F.dropout(s.e(x), 0.5, s.training)
+    return s.h(through(s.b, x) - x0)
+
+
+def noise(s, x):
+    n = torch.randn_like(x := s.e(x))
+    return s.h(through(s.b, x) - n)
+
+
+def noises(s, x):
+    n = torch.randn_like(x)
+    x = F.dropout(s.e(x), 0.3, s.training)
+    return F.dropout(s.h(through(s.b, x)), 0.3, s.training) + n.mean()
+
+
+def routed(s, x):
+    i = s.r(s.e(x).mean((0, 1))).argmax()
+    return s.h(through(s.b, s.e(x))) * s.scale[i]
+
+
+def drawn_otherwise(s, x):
+    x = F.alpha_dropout(s.e(x), 0.2, s.training)
+    x = F.rrelu(x, training=s.training)
+    x = x + F.gumbel_softmax(x) if s.training else x
+    x = through(s.b, x) * torch.empty(16).bernoulli_(0.5)
+    return F.dropout(s.h(x), 0.3, s.training) + torch.rand(4)
+
+
+def drawn_between(s, x):
+    x = s.e(x)
+    for b in s.b:
+        if s.training and torch.rand([]) < 0.0:
+            continue
+        x = b(x)
+    return F.dropout(s.h(x), 0.3, s.training)
+
+
+def told_the_mode(s, x):
+    x = s.e(x)
+    for b in s.b:
+        x = b(x, s.training)
+    return s.h(x)
+
+
+def without_gradients(s, x):
+    x = s.e(x)
+    with torch.no_grad():
+        x = through(s.b, x)
+    return s.h(x)
+
+
+def in_half(s, x):
+    x = s.e(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        x = through(s.b, x)
+    return s.h(x.float())
+
+
+def detached(s, x):
+    return s.h(through(s.b, s.e(x).detach()))
+
+
+def looked_at(s, x):
+    x = s.e(x)
+    for b in s.b:
+        x = b(x)
+        x = x + 1 if x.mean() > 9 else x
+    return s.h(x)
+
+
+class Reversing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+def reversed_after(s, x):
+    return s.h(Reversing.apply(through(s.b, Reversing.apply(s.e(x)))))
+
+
+def reversed_between(s, x):
+    x = s.e(x)
+    for b in s.b:
+        x = b(Reversing.apply(x))
+    return s.h(x)
+
+
+def normed(s, x):
+    x = through(s.b, s.n(s.e(x).flatten(0, 1)).view(*x.shape[:2], 16))
+    return s.h(s.m(x.flatten(0, 1)).view_as(x))
+
+
+class Counting(nn.Module):
+    """Codes that follow what passes: buffers, in place or anew."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+        self.register_buffer("codes", torch.ones(16))
+
+    def forward(self, x):
+        if self.training:
+            new = 0.9 * self.codes + 0.1 * x.detach().mean((0, 1))
+            self.codes = self.codes.copy_(new) if self.place else new
+        return x * self.codes
+
+
+def coded(s, x):
+    return s.h(s.d(through(s.b, s.c(s.e(x)))))
+
+
+def remembered(s, x):
+    seen = [x := s.e(x)]
+    for b in s.b:
+        seen.append(x := b(x))
+    return s.h(sum(seen))
+
+
+def checkpointed(s, x):
+    x = s.e(x)
+    for b in s.b:
+        x = torch.utils.checkpoint.checkpoint(b, x, use_reentrant=False)
+    return s.h(x)
+
+
+class Telling(nn.Module):
+    """A block that is told whether it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, training):
+        return self.linear(F.dropout(x, 0.5, training))
+
+
+def telling():
+    return nn.ModuleList(Telling() for _ in range(4))
+
+
+def counted(s, x):
+    x = s.e(x)
+    s.k.mul_(0.9).add_(x.detach().mean())
+    return s.h(through(s.b, x)) * s.k
+
+
+EQUAL = {
+    "hooked before": (hooked_before, {}),
+    "read again": (read_again, {}),
+    "read again, identity": (read_again, {"b": nn.ModuleList(nn.Identity() for _ in range(4))}),
+    "noise": (noise, {}),
+    "noises": (noises, {}),
+    "drawn otherwise": (drawn_otherwise, {}),
+    "drawn between": (drawn_between, {}),
+    "told the mode": (told_the_mode, {"b": telling()}),
+    "detached": (detached, {}),
+    "reversed": (reversed_after, {}),
+    "normed": (normed, {"n": nn.BatchNorm1d(16, affine=False), "m": nn.BatchNorm1d(16)}),
+    "codes in place": (coded, {"c": Counting(True), "d": Counting(True)}),
+    "codes anew": (coded, {"c": Counting(False), "d": Counting(False)}),
+    "remembered": (remembered, {}),
+    "checkpointed": (checkpointed, {}),
+    "routed": (routed, {"r": nn.Linear(16, 8), "scale": nn.Parameter(torch.rand(8))}),
+}
+
+
+def state(model, layers=()):
+    modules = [model, *layers]
+    return {f"{i} {n}": b.clone() for i, m in enumerate(modules) for n, b in m.named_buffers()}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("begins", [True, False])
+def test_equal(name, begins):
+    torch.manual_seed(1)
+    call, more = EQUAL[name]
+    model, x = Own(call, **copy.deepcopy(more)).train(begins), torch.randn(6, 5, 8)
+    plain, before, stream = copy.deepcopy(model), state(model), torch.get_rng_state()
+    layers = layers_of(model, {"x": x})
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(b, before[n]) for n, b in state(model).items())
+    assert all(m.training is begins for layer in layers for m in layer.modules())
+    for training in (True, False, True):
+        plain.train(training)
+        for layer in layers:
+            layer.train(training)
+        for given in (x, torch.randn(3, 5, 8)):
+            torch.manual_seed(7)
+            expected = plain(given)
+            drawn = torch.get_rng_state()
+            torch.manual_seed(7)
+            found = given
+            for layer in layers:
+                found = layer(found)
+            assert torch.equal(found, expected)
+            assert torch.equal(torch.get_rng_state(), drawn)
+            expected.square().sum().backward()
+            found.square().sum().backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                assert p.grad is q.grad or torch.allclose(p.grad, q.grad, 1e-5, 1e-5)
+            after = dict(plain.named_buffers())
+            for layer in layers:
+                for n, b in layer.named_buffers():
+                    assert torch.equal(b, after[n.removeprefix("shell.")])
+            model.zero_grad(), plain.zero_grad()
+            torch.manual_seed(torch.randint(99, ()))
+
+
+UNTAKEN = r"b\.1 does not take what b\.0 returns; move what its forward does between them into"
+REFUSED = {
+    "dropped between": (dropped_between, UNTAKEN),
+    "added between": (added_between, UNTAKEN),
+    "added in evaluation": (added_in_evaluation, UNTAKEN),
+    "added in place": (added_in_place, UNTAKEN),
+    "paths dropped": (paths_dropped, UNTAKEN),
+    "reversed between": (reversed_between, UNTAKEN),
+    "hooked": (hooked, "give e.weight another gradient; move .* hooks of tensors"),
+    "without gradients": (without_gradients, r"b\.0 is called under torch\.no_grad\(\)"),
+    "in half": (in_half, r"b\.0 is called under torch\.autocast"),
+    "counted": (counted, "its parts leave another k behind; change it in one module, or in a"),
+    "looked at": (looked_at, r"its forward reads what b\.0 returns before its last block"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, reason = REFUSED[name]
+    model = Own(call)
+    model.register_buffer("k", torch.ones(()))
+    with pytest.raises(ValueError, match=f"a Own cannot be cut into layers: .*{reason}"):
+        layers_of(model, {"x": torch.randn(6, 5, 8)})
+    assert type(model.k) is torch.Tensor and model.k == 1
