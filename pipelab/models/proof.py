@@ -129,14 +129,25 @@ def _unmark(tensors: Sequence[Tensor]) -> None:
 
 
 def _gradients(model: nn.Module, result: Any) -> dict[str, Tensor | None]:
-    """Those of a random sum of all outputs."""
+    """Those of a random sum of all outputs.
+
+    By `backward`, as training has it: reentrant checkpoints know no other way. What was added to
+    weights stays, and no hook that waits for it is called.
+    """
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     outputs = [leaf for leaf in outputs if leaf.requires_grad]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: Sequence[Tensor | None] = [None] * len(trained)
     if outputs and trained:
-        weights = [torch.randn_like(leaf) for leaf in outputs]
-        found = torch.autograd.grad(outputs, [*trained.values()], weights, allow_unused=True)
+        kept: list[Any] = [(p, p.grad, p._post_accumulate_grad_hooks) for p in trained.values()]
+        for p, *_ in kept:
+            p.grad = p._post_accumulate_grad_hooks = None  # a hook might step
+        try:
+            torch.autograd.backward(outputs, [torch.randn_like(leaf) for leaf in outputs])
+            found = [p.grad for p, *_ in kept]
+        finally:
+            for p, gradient, hooks in kept:
+                p.grad, p._post_accumulate_grad_hooks = gradient, hooks
     return dict(zip(trained, found, strict=True))
 
 

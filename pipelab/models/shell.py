@@ -184,7 +184,7 @@ class Hollow(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_of" not in self.__dict__:  # while it is copied
+            if "_of" not in self.__dict__ or name.startswith("__"):  # while it is copied
                 raise
             found = getattr(self._of[0], name)  # what `forward` asks of the module itself
             if self.path and isinstance(found, nn.Parameter):
@@ -202,7 +202,8 @@ class Hollow(nn.Module):
         if like is not None and like.is_floating_point():
             self._of[0].to(like.dtype)  # of the weights that it stands for, which may be widened
         try:
-            found = self._of[0](*args, **kwargs)
+            with torch.no_grad():
+                found = self._of[0](*args, **kwargs)
         except Exception as error:
             raise Needed(self.tape.until, self.origin) from error
         return pytree.tree_map_only(Tensor, partial(placeholder, self.tape, self.origin), found)
@@ -310,7 +311,10 @@ def cloned(module: nn.Module, on_meta: bool = False, configs: Any = None) -> nn.
     clone, own = object.__new__(type(module)), vars(module).items()
     kinds = dict, list, set
     clone.__dict__ = {k: v.copy() if isinstance(v, kinds) else v for k, v in own}
-    # Of the original's, and what computes blocks twice.
+    if on_meta:
+        bare = {k: v.detach().to("meta") for k, v in own if isinstance(v, Tensor)}
+        clone.__dict__ |= bare
+    # What would call the original, and what computes blocks twice.
     clone.__dict__ |= {n: None for n in ("_compiled_call_impl",) if n in clone.__dict__}
     clone.__dict__ |= {n: False for n in ("gradient_checkpointing",) if n in clone.__dict__}
     configs = {} if configs is None else configs  # by identity: modules have one together

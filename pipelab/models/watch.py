@@ -14,6 +14,8 @@ from pipelab.models.placeholder import random_state
 from pipelab.models.proof import device_of, mode, seen
 from pipelab.models.shell import Call, cloned, result_of
 
+CONTEXTS = "torch.no_grad() (or a reentrant checkpoint)", "torch.autocast"
+
 
 class Watch:
     """One forward of a model, in training with its backward, or in evaluation.
@@ -31,20 +33,21 @@ class Watch:
         watched = cloned(model)  # a module that has two paths is two there
         self._device = device_of(watched)
         self._clock = count()
-        self._begun: list[Any] = []
         self._draws: list[tuple[int, Tensor]] = []
         self._outside = (False, False)
+        blocks = blocks_of(watched)
         for path, module in watched.named_modules():
-            before = partial(self._before, path in blocks_of(watched))
-            module.register_forward_pre_hook(before, with_kwargs=True)
-            module.register_forward_hook(partial(self._after, path))
+            # Around all hooks, since a block's own are called in its layer.
+            inner = module._call_impl
+            vars(module)["_call_impl"] = partial(self._call, path, path in blocks, module, inner)
         before_it = {name: buffer.clone() for name, buffer in watched.named_buffers()}
 
         def forward() -> Any:
-            self._outside = self._around()
+            self._outside, self._forward = self._around(), True
             self._draws.append((next(self._clock), random_state(self._device)))
             self.returned = watched(**given)
             self._draws.append((next(self._clock), random_state(self._device)))
+            self._forward = False
             return result_of(self.returned)
 
         with mode([watched], training):
@@ -60,33 +63,31 @@ class Watch:
     def _around(self) -> tuple[bool, bool]:
         return torch.is_grad_enabled(), torch.is_autocast_enabled(self._device.type)
 
-    def _before(self, of_block: bool, _: nn.Module, args: Any, kwargs: Any) -> None:
-        # The arguments as they are now: a block may write into them.
-        flat = pytree.tree_flatten_with_path((args, kwargs)) if of_block else None
-        self._begun.append((next(self._clock), flat))
-        if flat:
-            self._draws.append((self._begun[-1][0], random_state(self._device)))
-
-    def _after(self, path: str, module: nn.Module, _: Any, result: Any) -> None:
-        if not self._begun:  # torch.utils.checkpoint computes it again, in the backward
-            return
-        began, flat = self._begun.pop()
+    def _call(
+        self, path: str, of_block: bool, module: nn.Module, inner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A module's call, which is noted unless a checkpoint makes it again in the backward."""
+        if not self._forward:
+            return inner(*args, **kwargs)
+        began = next(self._clock)
+        if of_block:
+            # The arguments as they are now: a block may write into them.
+            pairs, spec = pytree.tree_flatten_with_path((args, kwargs))
+            self._draws.append((began, random_state(self._device)))
+        result = inner(*args, **kwargs)
         ended = next(self._clock)
         self.spans.setdefault(path, []).append((began, ended))
-        if not flat:
-            return
-        self._draws.append((ended, random_state(self._device)))
-        pairs, spec = flat
-        parameters = [*inspect.signature(module.forward).parameters]
-        names = [_name_of(key, parameters) for key, _ in pairs]
-        results, result_spec = pytree.tree_flatten(result)
-        kinds = zip(
-            ("torch.no_grad()", "torch.autocast"), self._around(), self._outside, strict=True
-        )
-        context = " and ".join(kind for kind, inner, outer in kinds if inner != outer)
-        forms = _form(spec), _form(result_spec)
-        leaves = [leaf for _, leaf in pairs]
-        self.calls[path] = Call(names, leaves, forms[0], context, results, forms[1])
+        if of_block:
+            self._draws.append((ended, random_state(self._device)))
+            parameters = [*inspect.signature(module.forward).parameters]
+            names = [_name_of(key, parameters) for key, _ in pairs]
+            leaves = [leaf for _, leaf in pairs]
+            results, result_spec = pytree.tree_flatten(result)
+            kinds = zip(CONTEXTS, self._around(), self._outside, strict=True)
+            context = " and ".join(kind for kind, inside, outside in kinds if inside != outside)
+            form, result_form = _form(spec), _form(result_spec)
+            self.calls[path] = Call(names, leaves, form, context, results, result_form)
+        return result
 
 
 def blocks_of(model: nn.Module) -> set[str]:

@@ -1,13 +1,17 @@
 """Own models in layers: equal to the model as it trains and as it is evaluated, or refused."""
 
 import copy
+from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
-from pipelab.models import layers_of
+import pipelab
+from pipelab.models import layers_of, load, split
 
 
 class Own(nn.Module):
@@ -324,3 +328,102 @@ def test_refused(name):
     with pytest.raises(ValueError, match=f"a Own cannot be cut into layers: .*{reason}"):
         layers_of(model, {"x": torch.randn(6, 5, 8)})
     assert type(model.k) is torch.Tensor and model.k == 1
+
+
+def trained(model, x, y):
+    """A run of two batches, loaded into the model, is what a plain loop makes of it."""
+    sgd, plain = partial(torch.optim.SGD, lr=0.1), copy.deepcopy(model).double()
+    stages = split(layers_of(model.double(), {"x": x}), 2)
+    schedule = pipelab.make("gpipe", 2, 1, batches=2)
+    run = pipelab.run(schedule, stages, [(x, y)] * 2, F.mse_loss, sgd)
+    load(stages, run.weights)
+    step = sgd(plain.parameters())
+    for _ in range(2):
+        step.zero_grad()
+        F.mse_loss(plain(x), y).backward()
+        step.step()
+    for (n, found), expected in zip(
+        model.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        assert torch.allclose(found, expected, 1e-9, 1e-12), n
+    return run.check.passed
+
+
+@pytest.mark.parametrize(
+    "norm", [parametrizations.weight_norm, parametrizations.spectral_norm, None]
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parametrized_weights_and_the_only_argument(norm, when):
+    model, x, y = Own(lambda s, x: s.h(through(s.b, s.e(x)))), torch.randn(6, 8), torch.randn(6, 4)
+    if norm and when == "before":
+        for part in (model.e, model.b[1][1], model.h):
+            norm(part)
+        assert trained(model, x.double(), y.double())
+        return
+    layers = layers_of(model, {"x": x})
+    if norm:
+        for part in (model.e, model.b[1][1], model.h):
+            norm(part)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    schedule = pipelab.make("gpipe", 2, 3)
+    assert pipelab.run(schedule, split(layers, 2), [(x, y)], F.mse_loss, sgd).check.passed
+
+
+def test_codes_are_loaded():
+    for place in (True, False):
+        model = Own(coded, c=Counting(place), d=Counting(place))
+        x, y = torch.randn(6, 5, 8).double(), torch.randn(6, 5, 4).double()
+        trained(model, x, y)
+        assert not model.c.codes.isnan().any()
+
+
+class Padded(nn.Module):
+    def __init__(self, nested):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 16), nn.Linear(16, 9)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=nested)
+
+    def forward(self, tokens, padding):
+        x = self.encoder(self.embed(tokens), src_key_padding_mask=padding)
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_of_torch_with_padding():
+    given = {"tokens": torch.randint(9, (4, 6)), "padding": torch.arange(6) > torch.tensor([[4]])}
+    given["padding"] = given["padding"].expand(4, 6).clone()
+    with pytest.raises(ValueError, match=r"in evaluation; .* with enable_nested_tensor=False"):
+        layers_of(Padded(True), given)
+    assert len(layers_of(Padded(False), given)) == 5
+
+
+def test_a_compiled_model_and_compiled_blocks():
+    model, x = Own(lambda s, x: s.h(through(s.b, s.e(x)))), torch.randn(6, 5, 8)
+    with pytest.raises(ValueError, match="is compiled as a whole; give layers_of the model that"):
+        layers_of(torch.compile(model, backend="eager"), {"x": x})
+    for block in model.b:
+        block.compile(backend="eager")
+    assert len(layers_of(model, {"x": x})) == 6
+
+
+def test_hooks_of_modules_are_called_once():
+    model, x = Own(lambda s, x: s.h(through(s.b, s.e(x)))), torch.randn(6, 5, 8)
+    model.b[1].register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    model.b[2].register_forward_hook(lambda _, args, result: result * 2)
+    model.b[3].register_full_backward_hook(lambda _, inward, outward: (inward[0] * 2,))
+    found = x
+    for layer in layers_of(model, {"x": x}):
+        found = layer(found)
+    expected = model(x)
+    assert torch.equal(found, expected)
+    pairs = (torch.autograd.grad(y.sum(), [*model.parameters()]) for y in (found, expected))
+    assert all(map(torch.equal, *pairs))
+
+
+def test_random_numbers_from_elsewhere_are_refused():
+    def call(s, x):
+        return s.h(through(s.b, s.e(x))) * (numpy.random.rand() if s.training else 1)
+
+    with pytest.raises(ValueError, match="in training it draws random numbers of numpy or Python"):
+        layers_of(Own(call), {"x": torch.randn(6, 5, 8)})
