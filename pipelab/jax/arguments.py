@@ -154,7 +154,8 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
             raise ValueError(
                 "the optimizer makes one stage's step depend on other stages, but each stage steps "
                 "alone: leave out transformations of all parameters or gradients, such as "
-                "optax.apply_if_finite (for optax.clip_by_global_norm use clip=)"
+                "optax.apply_if_finite (for optax.clip_by_global_norm use clip=, which divides by "
+                "norm + 1e-6)"
             )
     drawn = (eqn.primitive.name == "random_bits" for eqn in all_equations(traced.eqns))
     if len(parts) > 1 and any(drawn):

@@ -63,11 +63,12 @@ def run(
                transformation. It sees one stage: for a norm over all of them use `clip`, not
                optax.clip_by_global_norm
     backend    "threads" of this process, or "processes" of this machine, one a device (messages
-               over gloo). Default: threads; a process started by torchrun or another launcher is
-               one of the ranks (messages over gloo, or NCCL if every rank has its own GPU). "jax":
-               threads, with jitted stages; after jax.distributed.initialize, over all processes,
-               which all make this call. Its heartbeat_timeout_seconds (100) must be above
-               `timeout`: it ends a process that hangs, without a RunError
+               over gloo; needed where several stages use forward-mode differentiation, of which a
+               process has one). Default: threads; a process started by torchrun or another
+               launcher is one of the ranks (messages over gloo, or NCCL if every rank has its own
+               GPU). "jax": threads, with jitted stages; after jax.distributed.initialize, over all
+               processes, which all make this call. Its heartbeat_timeout_seconds (100) must be
+               above `timeout`: it ends a process that hangs, without a RunError
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its
                own CUDA stream); one name for all; "cuda:0/4" is four parts of that GPU, in turn
                (see `pipelab.parts`); default: the GPUs in turn if there are any, else the CPU. For
@@ -77,7 +78,9 @@ def run(
     recompute  when a backward first runs its forward again: never, except_last or always; or for
                which micro-batches of every batch, by number: [0, 1]
     clip       the largest norm of a step's gradient: over all stages with a flush, per stage
-               without one (2BW, even one batch of it; tables with updates before the batch's end)
+               without one (2BW, even one batch of it; tables with updates before the batch's end).
+               As torch's clip_grad_norm_ it scales by clip / (norm + 1e-6), if that is below 1;
+               optax.clip_by_global_norm by clip / norm
     autocast   torch.bfloat16 for mixed precision; default: as in the caller's torch.autocast
     seed       of the random numbers that forwards draw: each stage and micro-batch has its own, so
                recomputation and the reference draw the same. Default: torch's; a stage's first

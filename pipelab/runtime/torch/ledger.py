@@ -1,7 +1,7 @@
 """The account of what torch keeps for backwards: what autograd saves, by unique storages."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import ref
 
@@ -60,7 +60,7 @@ class TorchLedger(Ledger):
 
         def pack(tensor: Tensor) -> Saved:
             # Lines that every saved tensor runs, most of them cold: no calls of one another.
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided or tensor._is_zerotensor():
                 self.hold_tensors(key, [tensor])
             else:
                 storage = tensor.untyped_storage()
@@ -94,7 +94,12 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def parts_of(tensor: Any) -> Sequence[Tensor]:
-    """The tensors with memory that a sparse or a nested one is made of; of any other itself."""
+    """The tensors with memory that a sparse or a nested one is made of; of any other itself.
+
+    Zeros that forward-mode differentiation makes have no memory.
+    """
+    if tensor._is_zerotensor():
+        return ()
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -104,3 +109,32 @@ def parts_of(tensor: Any) -> Sequence[Tensor]:
     if tensor.layout is torch.jagged:
         return tensor.values(), tensor.offsets()
     return (tensor,)
+
+
+FORWARD_MODE = (
+    "torch has one forward-mode differentiation (torch.func.jvp, forward_ad) at a time in a "
+    "process, and several stages' threads use it: say backend='processes', or let one stage use it"
+)
+# What torch says of derivatives that a forward takes itself, and why.
+REASONS = {
+    "saved tensor hooks": (
+        "torch.func.grad, vjp, jacrev and hessian refuse the hooks by which a stage counts what it "
+        "keeps for its backward: use torch.autograd.grad(..., create_graph=True), torch.func.jvp "
+        "or jacfwd"
+    ),
+    "Nested forward mode AD": FORWARD_MODE,
+    "forward AD but no level": FORWARD_MODE,
+    "forward AD level": FORWARD_MODE,
+}
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """A context of a forward whose own derivatives torch refuses: ValueError with the reason."""
+    try:
+        yield
+    except RuntimeError as error:
+        for words, reason in REASONS.items():
+            if words in str(error):
+                raise ValueError(reason) from error
+        raise

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from pipelab.runtime.batches import check_leaves
 from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.torch.device import CpuDevice, whole_backward
-from pipelab.runtime.torch.ledger import Saved, remaining, storages
+from pipelab.runtime.torch.ledger import Saved, explained, remaining, storages
 from pipelab.runtime.torch.offload import Offloaded
 from pipelab.runtime.torch.split_backward import Halves
 from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
@@ -128,7 +128,7 @@ class TorchStage(VersionedStage):
         seed = None
         if given.seed and self.draws.get(training, True):
             seed = int(seed_for(*given.seed))
-        with self.device.forward_context(seed, self.options.autocast) as drew:
+        with explained(), self.device.forward_context(seed, self.options.autocast) as drew:
             y, past = self.module(*x) if self.slices > 1 else (self.module(x), ())
             if self.slices > 1 and (microbatch + 1) % self.slices:
                 self._past[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, past)

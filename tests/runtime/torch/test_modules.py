@@ -149,42 +149,6 @@ def test_dropout_in_evaluation_mode_drops_nothing():
     assert result.losses == run(schedule, modules, data, F.mse_loss, SGD).losses
 
 
-# ---- derivatives inside a forward
-
-
-class Derivative(nn.Module):
-    """The derivative of half the squared length of a linear layer's output."""
-
-    def __init__(self, take):
-        super().__init__()
-        self.inner, self.take = linear(), take
-
-    def forward(self, x):
-        return self.take(lambda x: self.inner(x).square().sum() / 2, x)
-
-
-def by_autograd(function, x):
-    with torch.enable_grad():
-        x = x if x.requires_grad else x.requires_grad_()
-        return torch.autograd.grad(function(x), x, create_graph=True)[0]
-
-
-@pytest.mark.parametrize("name", ["pipedream_flush", "zb_h1"])
-def test_derivatives_in_a_forward_are_autograds_or_refused(name):
-    # Was: torch's own words on hooks that are not the caller's, or on an "invalid python storage".
-    def call(take):
-        modules = [*stages(1), Derivative(take)]
-        return run(make(name, 2, 2), modules, batches(1), F.mse_loss, SGD)
-
-    for take in (
-        lambda f, x: torch.func.grad(f)(x),
-        lambda f, x: x * torch.func.jvp(f, (x,), (x,))[1],
-    ):
-        with pytest.raises(RunError, match=r"1F0: RuntimeError: "):
-            call(take)
-    assert call(by_autograd).check.passed
-
-
 # ---- what hangs on a parameter
 
 
