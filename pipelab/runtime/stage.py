@@ -26,9 +26,20 @@ class Device:
         """Tie the device's clock to the run's time zero on `time.perf_counter`."""
         self._began = began
 
+    def placing(self) -> AbstractContextManager:
+        """The context in which the caller's thread makes the worker's stages."""
+        return nullcontext()
+
     def active(self) -> AbstractContextManager:
         """The context of a worker thread."""
         return nullcontext()
+
+    def callers_work(self, order: Order) -> Any:
+        """A mark of the caller's work so far, which makes an order's data; in its thread."""
+        return None
+
+    def wait_for_caller(self, mark: Any) -> None:
+        """Let all further work come after that of `callers_work`."""
 
     def now(self) -> Any:
         """A mark of this moment in the device's work."""
@@ -46,12 +57,19 @@ class Device:
         """The context of a copy to or from the host that overlaps with compute."""
         return nullcontext()
 
+    def reach(self, mark: Any) -> None:
+        """Wait until the device's work is there: what it uses until then is not free for more."""
+
     def finish(self) -> None:
         """Wait for all work so far."""
 
     def failed(self, marks: list[Any]) -> tuple[int, Exception] | None:
         """The first mark, by number, whose work failed after its call returned, and why."""
         return None
+
+    def doubt(self, error: BaseException) -> str:
+        """Why the error may be that of an earlier action, and the remedy; empty if it is not."""
+        return ""
 
     def seconds(self, marks: list[Any]) -> list[float]:
         """Marks as seconds since the run began."""

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any, NoReturn, Protocol
 
-from pipelab.runtime.stage import Device
+from pipelab.runtime.stage import Device, Stage
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.worker import Job, Order, Outcome, Worker
 
@@ -99,18 +99,19 @@ class Threads(AbstractContextManager):
         """
         self.transports = transports or _mailboxes(jobs[0])
         self.marks = {} if marks is None else marks
-        self.queues: list[Orders] = [SimpleQueue() for _ in jobs]
+        # Orders, each with the mark of the caller's work before it; None is the end.
+        self.queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in jobs]
         self.ready, self.began = Barrier(len(jobs) + 1), 0.0  # all wait until the clock is set
         self.done: SimpleQueue[tuple[int, Outcome | None]] = SimpleQueue()  # None: it has failed
         self.outcomes: list[deque[Outcome]] = [deque() for _ in jobs]
         self.errors: list[BaseException] = []
         # Stages are made here: threads start with all that may fail behind them.
-        homes = [job.home() for job in jobs]
+        homes = self.homes = [job.home() for job in jobs]
         self.workers = [
             # Daemons: one that hangs in a library's call must not keep the process from ending.
             Thread(
                 target=self._work,
-                args=(i, job, home, job.stages(home)),
+                args=(i, job, home, _placed(job, home)),
                 name=f"pipelab device {job.row}",
                 daemon=True,
             )
@@ -133,8 +134,8 @@ class Threads(AbstractContextManager):
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Give each of this process's ranks its order; does not wait for them."""
-        for queue, order in zip(self.queues, orders, strict=True):
-            queue.put(order)
+        for queue, home, order in zip(self.queues, self.homes, orders, strict=True):
+            queue.put((order, home.callers_work(order)))
 
     def collect(self, call: str = "a batch's end") -> list[Outcome]:
         """The outcomes, from all ranks, of the oldest orders not collected yet.
@@ -192,11 +193,13 @@ class Threads(AbstractContextManager):
                 progress = partial(self.marks.__setitem__, job.rank)
                 transport = self.transports[job.replica]
                 worker = Worker(job, stages, home, transport, self.began, progress)
-                while order := self.queues[i].get():
+                while given := self.queues[i].get():
+                    order, before = given
+                    home.wait_for_caller(before)
                     outcome = worker.work(order)
                     progress(AFTER)
                     self.done.put((i, outcome))
-                    del order, outcome  # else its data would be kept until the next
+                    del given, order, outcome  # else its data would be kept until the next
         except BaseException as error:
             self.errors.append(error)
             self._abort()
@@ -218,6 +221,11 @@ class Threads(AbstractContextManager):
             raise next(iter(failures), Aborted())
         finally:
             del failures  # as above: the error's traceback refers to this frame
+
+
+def _placed(job: Job, home: Device) -> Mapping[int, Stage]:
+    with home.placing():
+        return job.stages(home)
 
 
 def _mailboxes(job: Job) -> list[Transport]:

@@ -7,6 +7,7 @@ its worker does next: a part of the row, whose actions are numbered through the 
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -127,11 +128,12 @@ class Worker:
 
     def work(self, order: Order) -> Outcome:
         """Execute an order."""
-        self.begin(order)
-        while self.step():
-            pass
-        outcome = self.outcome()
-        outcome.unsaved = self.job.after(order, self.stages, self.transport)
+        with self._failing_late():
+            self.begin(order)
+            while self.step():
+                pass
+            outcome = self.outcome()
+            outcome.unsaved = self.job.after(order, self.stages, self.transport)
         for stage in self.stages.values():
             stage.end()
         return outcome
@@ -142,6 +144,7 @@ class Worker:
         for s, stage in self.stages.items():
             stage.begin(s, order)
         self._next: Iterator[Any] = enumerate(order.actions)
+        self._under_way: deque[list[Any]] = deque()  # ends of the actions of the latest steps
         self._kept = {s: stage.held() for s, stage in self.stages.items()} if order.report else {}
         self.record.at_start = self._bytes = _sum(self._kept.values())
 
@@ -203,7 +206,11 @@ class Worker:
         # [1] receive what they need
         inputs = [self._receive(i + k, each) for k, each in enumerate(actions)]
         # [2] do them
-        # In a paced run not before it is due; nothing starts after the run has ended.
+        # At most two steps are ahead of the device: memory of those before is free for this one. In
+        # a paced run not before it is due; nothing starts after the run has ended.
+        if len(self._under_way) == 2:
+            for end in self._under_way.popleft():
+                self.device.reach(end)
         due = self.began + self.clock - time.perf_counter() if self.paces else 0
         self.transport.sleep(due)
         ledger.most = ledger.held
@@ -212,6 +219,7 @@ class Worker:
             for each, (received, _) in zip(actions, inputs, strict=True)
         ]
         outcomes = self._together(actions, work)
+        self._under_way.append([end for _, _, end in outcomes])
         self.record.late += self._take_time(i, len(actions))
         for each, (received, arrived), (output, start, end) in zip(
             actions, inputs, outcomes, strict=True
@@ -278,8 +286,23 @@ class Worker:
         except (Exception, SystemExit) as error:
             raise self._failure(action, received, error) from error
 
+    @contextmanager
+    def _failing_late(self) -> Iterator[None]:
+        """A context for what is no action, but may be told of one's error: RunError, then."""
+        try:
+            yield
+        except (Aborted, RunError):
+            raise
+        except Exception as error:
+            if doubt := self.device.doubt(error):
+                message = f"{self.job.where}: {told(error)}; {doubt}"
+                raise RunError(message, self.job.row) from error
+            raise
+
     def _failure(self, action: Action, received: Any, error: BaseException) -> RunError:
         message = f"{self.job.where}, action {action}: {told(error)}"
+        if doubt := self.device.doubt(error):
+            return RunError(f"{message}; {doubt}", self.job.row, action)
         # What an update received are its partners' news, and a message that was lost is to blame
         # itself: neither is described.
         described = received is not None and action.kind is not Kind.U

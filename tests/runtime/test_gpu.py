@@ -18,8 +18,6 @@ from gpu.memory import peak_together, peaks
 from pipelab import Costs, simulate
 from pipelab.predict.memory import Memory, MemoryStep
 from pipelab.runtime.torch import device, groups
-from pipelab.runtime.torch import wing as torch_run
-from pipelab.table.action import HOST
 
 GPU = torch.device("cuda:0")
 CPU = torch.device("cpu")
@@ -57,113 +55,6 @@ def test_the_makespan_is_within_the_hosts_clock():
 
 
 # ---- without one
-
-
-class Event:
-    """A CUDA event whose work is done at once."""
-
-    def __init__(self, enable_timing=False):
-        self.at = None
-
-    def synchronize(self):
-        assert self.at is not None, "waited for what was never recorded"
-
-    def elapsed_time(self, later):
-        return 1e3 * (later.at - self.at)  # milliseconds
-
-
-class Stream:
-    """Notes what it waits for."""
-
-    device = CPU
-
-    def __init__(self, device):
-        self.waited = []
-
-    def record_event(self, event=None):
-        event = event or Event()
-        event.at = time.perf_counter()
-        return event
-
-    def wait_event(self, event):
-        event.synchronize()
-        self.waited.append(event)
-
-    def wait_stream(self, other):
-        self.waited.append(other)
-
-    def synchronize(self):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-
-@pytest.fixture
-def callers_stream(monkeypatch):
-    """Workers take the CPU for a GPU."""
-    mine = Stream(CPU)
-
-    class Torch:
-        cuda = SimpleNamespace(
-            Stream=Stream,
-            Event=Event,
-            stream=lambda stream: stream,
-            current_stream=lambda d: mine,
-            synchronize=lambda d: None,
-            device_count=torch.cuda.device_count,
-        )
-        empty = staticmethod(lambda *shape, pin_memory=False, **more: torch.empty(*shape, **more))
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-    monkeypatch.setattr(device, "torch", Torch())
-    monkeypatch.setattr(
-        torch_run,
-        "torch_device",
-        lambda _, rank: device.CudaDevice(CPU, device.stream_of("cpu", rank)),
-    )
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    for kept in (device.stream_of, device.copies_of):
-        kept.cache_clear()
-    yield mine
-    for kept in (device.stream_of, device.copies_of):
-        kept.cache_clear()
-
-
-NEWS = 2 * 2 * 2  # batches x stages with the tied weight x stages that tell of it
-SUMS = 2 * 2 * 2 * 2  # batches x rows x replicas x replicas
-
-
-@pytest.mark.parametrize(
-    ("name", "workers", "more"),
-    [("1F1B on four streams, AdamW", 4, 0), ("tied weights", 3, NEWS), ("two replicas", 4, SUMS)],
-)
-def test_streams_wait_for_all_that_comes_from_others(name, workers, more, callers_stream):
-    began = time.perf_counter()
-    result = CASES[name].run(CPU)
-    assert result.check.passed
-    assert 0 < result.timeline.makespan < time.perf_counter() - began
-    streams = [device.stream_of("cpu", worker) for worker in range(workers)]  # those of the run
-    assert all(stream.waited[0] is callers_stream for stream in streams)  # weights and data
-    events = sum(len(stream.waited) - 1 for stream in streams)
-    messages = len(result.timeline.schedule.crossing) * len(result.replicas)
-    assert events == messages + more
-
-
-def test_copies_to_and_from_the_host_have_a_stream_and_both_wait(callers_stream):
-    result = CASES["offloaded"].run(CPU)
-    assert result.check.passed
-    for worker, row in enumerate(result.timeline.schedule.rows):
-        stream = device.stream_of("cpu", worker)
-        copied = sum(action.kind in HOST for action in row)
-        assert stream.waited.count(device.copies_of(stream)) == copied
-        assert device.copies_of(stream).waited.count(stream) == copied
-    assert copied == 0  # on the last stage
 
 
 def test_ranks_meet_in_an_order_that_ends(monkeypatch):

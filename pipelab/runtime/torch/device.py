@@ -1,10 +1,9 @@
 """A device that runs torch stages: its clock, payloads to it, and contexts of its actions."""
 
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from threading import RLock
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from pipelab.runtime.orders import Order
 from pipelab.runtime.stage import Device
 from pipelab.runtime.torch.ledger import TorchLedger
 from pipelab.runtime.torch.names import find_device, find_part
@@ -46,8 +46,28 @@ class CpuDevice(Device):
         # Of the caller's mixed precision nothing is inherited: each forward opens its own. Nor is
         # there a cache of casts for one that a stage opens itself: it would be emptied with this
         # one only, long after the weights have changed.
-        with torch.autocast(self.device.type, enabled=False, cache_enabled=False), default:
+        mixed = torch.autocast(self.device.type, enabled=False, cache_enabled=False)
+        # Autograd would otherwise launch all stages' backwards on a GPU in one thread of its own.
+        with mixed, default, torch.autograd.set_multithreading_enabled(False):
             yield
+
+    def callers_work(self, order: Order) -> list[torch.cuda.Event]:
+        given = [each for of in order.microbatches.values() for each in of.values()]
+        data = self.arrays([(each.x, each.target) for each in given])
+        return self._marks_on({tensor.device for tensor in data if tensor.is_cuda})
+
+    def _marks_on(self, gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:
+        """Events of this thread's current streams."""
+        return [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
+
+    def wait_for_caller(self, mark: Sequence[torch.cuda.Event]) -> None:
+        for event in mark:
+            event.synchronize()
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """A copy of the caller's data on this device."""
+        with self._beside(tensor):
+            return tensor.to(self.device, copy=True)
 
     def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """In a second thread."""
@@ -59,6 +79,11 @@ class CpuDevice(Device):
         if self._second is None:
             self._second = ThreadPoolExecutor(1)
         return self._second.submit(inside).result
+
+    def _beside(self, tensor: Tensor) -> AbstractContextManager:
+        """The context of a tensor's copy to the CPU: from a GPU not behind the caller's kernels."""
+        own = str(self.device)
+        return torch.cuda.stream(receiving_on(tensor.device, own)) if tensor.is_cuda else HERE
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy in the host's memory, inside `copying`."""
@@ -76,7 +101,12 @@ class CpuDevice(Device):
         if event is None:  # it is here, and to look for its tensors takes time
             return payload
         event.synchronize()
-        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), payload)
+
+        def move(tensor: Tensor) -> Tensor:
+            with self._beside(tensor):
+                return tensor.to(self.device)
+
+        return pytree.tree_map_only(Tensor, move, payload)
 
     def arrays(self, payload: Any) -> Iterator[Tensor]:
         if isinstance(payload, Tensor):
@@ -111,10 +141,6 @@ class CpuDevice(Device):
             draw_from(seed, self.device)
             yield partial(drew_from, seed, self.device)
 
-    def first_backward(self) -> AbstractContextManager:
-        """The context of a thread's first backward."""
-        return HERE
-
     def backward_context(self, draws: bool) -> AbstractContextManager:
         """The context of a backward: torch.utils.checkpoint draws in it what its forward drew."""
         return DRAWING if draws else HERE
@@ -124,17 +150,27 @@ class CudaDevice(CpuDevice):
     """A GPU, or a part of it, with its own stream, so that several workers can share it.
 
     The host runs ahead, so marks of time are events. Two overlapping actions run one after the
-    other: a forward on another stream would write into memory that a backward still reads.
+    other: a forward on another stream would write into memory that a backward still reads. What
+    comes from elsewhere is copied on a stream beside that one.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         super().__init__(device)
         self.stream, self.computing = stream, stream
         self.copies: torch.cuda.Stream | None = None  # if it copies to or from the host
+        self._of_caller: Sequence[torch.cuda.Event] = ()
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        # Memory belongs to the stream that it is made on: a version of the weights that is dropped
+        # is not free before this stream has read it.
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield
+        caller.wait_stream(self.stream)  # the modules, which it may change now, have been read
 
     def begin(self, began: float) -> None:
-        # Weights and data were put there on the caller's stream.
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self._zero = self.now()
         self._zero.synchronize()
         self._before = time.perf_counter() - began  # seconds from the run's zero to the event
@@ -146,16 +182,45 @@ class CudaDevice(CpuDevice):
         with super().active(), torch.cuda.stream(self.stream):
             yield
 
-    @contextmanager
-    def first_backward(self) -> Iterator[None]:
-        # In autograd's own thread the context is not current, either, which torch mends, and warns
-        # of once.
-        with DRAWING, warnings.catch_warnings():  # one thread at a time
-            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
-            yield
+    def callers_work(self, order: Order) -> list[torch.cuda.Event]:
+        # Also of this GPU, where the loss may have tensors of the caller's.
+        return [*super().callers_work(order), *self._marks_on([self.device])]
+
+    def wait_for_caller(self, mark: Sequence[torch.cuda.Event]) -> None:
+        self._of_caller = mark
+        for event in mark:
+            self.stream.wait_event(event)
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        if tensor.device == self.device:
+            return tensor.clone()
+        return self._fetched(tensor, self._of_caller)
+
+    def _fetched(self, tensor: Tensor, events: Sequence[torch.cuda.Event]) -> Tensor:
+        """A tensor of another device, copied when the events are done, beside all computing."""
+        receiving = receiving_on(self.device, self.computing)
+        streams = [receiving]
+        if tensor.is_cuda:
+            # torch copies on the sending GPU's current stream, which is the caller's otherwise.
+            streams.insert(0, receiving_on(tensor.device, self.computing))
+        elif tensor.layout is torch.strided:
+            tensor = tensor.pin_memory()  # else the host would wait
+        for stream in streams:
+            for event in events:
+                stream.wait_event(event)
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            here = tensor.to(self.device, non_blocking=True)
+        if tensor.is_cuda:
+            tensor.record_stream(streams[0])
+        here.record_stream(self.stream)
+        self.stream.wait_stream(receiving)
+        return here
 
     def now(self) -> Any:
-        return self.stream.record_event(torch.cuda.Event(enable_timing=True))
+        # Who waits for it sleeps: the cores are for threads that launch.
+        return self.stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))
 
     def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
         result = work()
@@ -190,8 +255,20 @@ class CudaDevice(CpuDevice):
         back.record_stream(self.computing)
         return back
 
+    def reach(self, mark: Any) -> None:
+        mark.synchronize()
+
     def finish(self) -> None:
         self.stream.synchronize()
+
+    def doubt(self, error: BaseException) -> str:
+        # cuBLAS and others fail after it with a RuntimeError of their own.
+        if not (isinstance(error, RuntimeError) and "CUDA error" in str(error)):
+            return ""
+        return (
+            "a GPU reports errors late, so an earlier action may have failed: "
+            "CUDA_LAUNCH_BLOCKING=1 or devices='cpu' names it"
+        )
 
     def seconds(self, marks: list[Any]) -> list[float]:
         return [self._zero.elapsed_time(mark) / 1e3 + self._before for mark in marks]
@@ -201,14 +278,16 @@ class CudaDevice(CpuDevice):
 
     def take(self, parcel: Any) -> Any:
         payload, event = parcel
-        if event is not None:
-            self.stream.wait_event(event)
+        events = [] if event is None else [event]
 
         def move(tensor: Tensor) -> Tensor:
-            if tensor.is_cuda:
-                tensor.record_stream(self.stream)  # its sender may free it before it is read here
-            return tensor.to(self.device, non_blocking=True)
+            if tensor.device != self.device:
+                return self._fetched(tensor, events)
+            tensor.record_stream(self.stream)  # its sender may free it before it is read here
+            return tensor
 
+        if event is not None:
+            self.stream.wait_event(event)
         return pytree.tree_map_only(Tensor, move, payload)
 
 
@@ -227,6 +306,12 @@ def stream_of(name: str, worker: int) -> torch.cuda.Stream:
 def copies_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
     """The stream of copies to and from the host, beside one that computes."""
     return torch.cuda.Stream(stream.device)
+
+
+@cache
+def receiving_on(gpu: torch.device, owner: Hashable) -> torch.cuda.Stream:
+    """A GPU's stream for what a worker, by its computing stream or device, gets from elsewhere."""
+    return torch.cuda.Stream(gpu)
 
 
 def torch_device(name: str, worker: int) -> CpuDevice:

@@ -7,7 +7,7 @@ so the code per message is short.
 import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from ctypes import c_char, memmove
 from datetime import timedelta
 from queue import SimpleQueue
@@ -122,6 +122,8 @@ class GroupLink(Link):
     def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
         self.to, self.back, self.device = to, back, device
         self.on_cpu = device.type == "cpu"
+        # NCCL receives behind what the current stream computes: of one of its own that is nothing.
+        self.receiving = None if self.on_cpu else torch.cuda.Stream(device)
         self.rank = dist.get_group_rank(to, other)  # of the other end, in both groups
         # A tensor has to be kept until it has left, which torch does only for NCCL's. To wake a
         # thread for every one would take longer than to send it.
@@ -171,21 +173,24 @@ class GroupLink(Link):
         fits = self._here.take(total)
         head = row.memory[START.size :] if fits else self._receive(size)
         key, at, form, alike = pickle.loads(head)  # which says itself where it ends
-        tensors = [empty(one, self.device) for one in alike]
-        if fits and self.on_cpu:
-            # Copies: a view would keep, and count as, the whole row.
-            place = row.tensor.data_ptr() + START.size + size
-            for tensor in tensors:
-                memmove(tensor.data_ptr(), place, tensor.nbytes)
-                place += tensor.nbytes
-        else:
-            parts = [as_bytes(tensor) for tensor in tensors if tensor.nbytes]
-            for work in [self._ask(part, MORE) for part in parts]:
-                _wait(work)
+        with torch.cuda.stream(self.receiving) if self.receiving else nullcontext():
+            tensors = [empty(one, self.device) for one in alike]
+            if fits and self.on_cpu:
+                # Copies: a view would keep, and count as, the whole row.
+                place = row.tensor.data_ptr() + START.size + size
+                for tensor in tensors:
+                    memmove(tensor.data_ptr(), place, tensor.nbytes)
+                    place += tensor.nbytes
+            else:
+                parts = [as_bytes(tensor) for tensor in tensors if tensor.nbytes]
+                for work in [self._ask(part, MORE) for part in parts]:
+                    _wait(work)
         room = self._here.ahead[-1]
         self._ask_for_row(row if len(row.memory) == room else _Row(room))
         # Bytes are a skeleton: no plain payload has any.
         filled = whole(form, tensors) if type(form) is bytes else _filled(form, iter(tensors))
+        if self.receiving:  # a GPU's payload and event: the sender's means nothing here
+            filled = filled[0], self.receiving.record_event()
         return key, filled, at
 
     def end(self) -> None:

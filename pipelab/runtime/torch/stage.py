@@ -295,8 +295,7 @@ def warm_up(device: CpuDevice) -> None:
     x = torch.ones(2, 2, device=device.device, requires_grad=True)
     with device.ledger.watch(warm_up):
         y = _entered(x) @ x
-    with device.first_backward():
-        torch.autograd.backward([get_gradient_edge(y)], [torch.ones_like(y)])
+    torch.autograd.backward([get_gradient_edge(y)], [torch.ones_like(y)])
     device.ledger.drop(warm_up)
 
 

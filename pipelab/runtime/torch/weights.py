@@ -131,8 +131,7 @@ class VersionedStage(CountingStage):
 
     def placed(self, data: Any) -> Any:
         # Copies: a slice would keep, and count as, the memory of the whole batch, with its graph.
-        device = self.device.device
-        return pytree.tree_map_only(Tensor, lambda t: t.detach().to(device, copy=True), data)
+        return pytree.tree_map_only(Tensor, lambda t: self.device.placed(t.detach()), data)
 
     def _load(self, start: StageState) -> None:
         parameters = self.weights[0]

@@ -1,0 +1,316 @@
+"""A GPU's streams without a GPU: what waits for what, by clocks that events carry along.
+
+The CPU stands for the GPU. A stream's clock says how much of every stream's work is done before
+its own goes on; work counts once an event has been recorded after it.
+"""
+
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gpu.cases import CASES
+from pipelab import RunError, Trainer, make, run
+from pipelab.runtime.torch import device, groups, wing
+from pipelab.table.action import HOST
+from tests.runtime.test_run import SGD, batches, stages
+
+CPU = torch.device("cpu")
+ELSEWHERE = torch.device("cpu:0")  # as another device than that of all tensors
+LATE = "CUDA error: device-side assert triggered"
+
+
+class Event:
+    """A CUDA event; the work before it is done when somebody on the host waits for it."""
+
+    def __init__(self, enable_timing=False, blocking=False):
+        self.at = self.clock = None
+
+    def synchronize(self):
+        assert self.at is not None, "waited for what was never recorded"
+        Stream.done |= self.clock
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at - self.at)  # milliseconds
+
+
+class Stream:
+    """Notes what it waits for; `done` is what the host has seen the end of."""
+
+    done: Counter
+
+    def __init__(self, device):
+        self.device, self.waited, self.clock = device, [], Counter()
+
+    def record_event(self, event=None):
+        event = event or Event()
+        self.clock[self] += 1
+        event.at, event.clock = time.perf_counter(), self.clock.copy()
+        return event
+
+    def wait_event(self, event):
+        assert event.at is not None, "waited for what was never recorded"
+        self.waited.append(event)
+        self.clock |= event.clock
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+        self.clock |= other.record_event().clock
+
+    def synchronize(self):
+        self.record_event().synchronize()
+
+
+class Cuda(threading.local):
+    """torch.cuda, whose current stream is a thread's own."""
+
+    Stream, Event = Stream, Event
+    callers = Stream(CPU)
+
+    def __init__(self):
+        self.streams = [self.callers]
+
+    def current_stream(self, gpu):
+        return self.streams[-1]
+
+    @contextmanager
+    def stream(self, stream):
+        self.streams.append(stream)
+        yield
+        self.streams.pop()
+
+    def synchronize(self, gpu):
+        pass
+
+    def device_count(self):
+        return 0
+
+
+class Torch:
+    """torch, with that as its `cuda`."""
+
+    def __init__(self):
+        self.cuda = Cuda()
+
+    def empty(self, *shape, pin_memory=False, **more):
+        return torch.empty(*shape, **more)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.fixture(params=[CPU, ELSEWHERE], ids=["here", "elsewhere"])
+def cuda(monkeypatch, request):
+    """Workers take the CPU for a GPU, with all data and messages on it or elsewhere."""
+    known = Torch()
+    monkeypatch.setattr(device, "torch", known)
+    monkeypatch.setattr(Cuda, "callers", Stream(CPU))
+    monkeypatch.setattr(Stream, "done", Counter(), raising=False)
+    known.cuda.streams = [Cuda.callers]
+    monkeypatch.setattr(
+        wing,
+        "torch_device",
+        lambda _, rank: device.CudaDevice(request.param, device.stream_of("cpu", rank)),
+    )
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    kept = device.stream_of, device.copies_of, device.receiving_on
+    for streams in kept:
+        streams.cache_clear()
+    yield known.cuda
+    for streams in kept:
+        streams.cache_clear()
+
+
+here = pytest.mark.parametrize("cuda", [CPU], indirect=True)
+NEWS = 2 * 2 * 2  # batches x stages with the tied weight x stages that tell of it
+SUMS = 2 * 2 * 2 * 2  # batches x rows x replicas x replicas
+
+
+@here
+@pytest.mark.parametrize(
+    ("name", "workers", "more"),
+    [("1F1B on four streams, AdamW", 4, 0), ("tied weights", 3, NEWS), ("two replicas", 4, SUMS)],
+)
+def test_streams_wait_for_all_that_comes_from_others(name, workers, more, cuda):
+    began = time.perf_counter()
+    result = CASES[name].run(CPU)
+    assert result.check.passed
+    assert 0 < result.timeline.makespan < time.perf_counter() - began
+    streams = [device.stream_of("cpu", worker) for worker in range(workers)]  # those of the run
+    for stream in streams:
+        assert stream.waited[0] is cuda.callers  # the weights
+        assert cuda.callers in stream.waited[1].clock  # the data, once
+    events = sum(len(stream.waited) - 2 for stream in streams)
+    messages = len(result.timeline.schedule.crossing) * len(result.replicas)
+    assert events == messages + more
+
+
+@here
+def test_copies_to_and_from_the_host_have_a_stream_and_both_wait(cuda):
+    result = CASES["offloaded"].run(CPU)
+    assert result.check.passed
+    for worker, row in enumerate(result.timeline.schedule.rows):
+        stream = device.stream_of("cpu", worker)
+        copied = sum(action.kind in HOST for action in row)
+        assert stream.waited.count(device.copies_of(stream)) == copied
+        assert device.copies_of(stream).waited.count(stream) == copied
+    assert copied == 0  # on the last stage
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_every_batch_is_read_after_the_callers_work_on_it(call, check, cuda, monkeypatch):
+    """A loader that augments on the GPU queues work on the caller's stream, batch by batch."""
+    written, early = {}, []
+
+    def loader():
+        for number in range(1, 6):
+            written[number] = cuda.callers.record_event().clock[cuda.callers]
+            yield torch.full((4, 6), float(number)), torch.full((4, 6), float(number))
+
+    real = device.CudaDevice.placed
+
+    def placed(self, tensor):
+        made = written[int(tensor.flatten()[0])]
+        if tensor.device != self.device:
+            receiving = device.receiving_on(self.device, self.computing)
+            found = real(self, tensor)
+            early.extend([made] if receiving.clock[cuda.callers] < made else [])
+            return found
+        early.extend([made] if self.stream.clock[cuda.callers] < made else [])
+        return real(self, tensor)
+
+    monkeypatch.setattr(device.CudaDevice, "placed", placed)
+    model = [nn.Linear(6, 6) for _ in range(2)]
+    table = make("pipedream_flush", 2, 4)
+    with Trainer(table, model, F.mse_loss, SGD, devices="cpu", check=check) as trainer:
+        assert len(list(getattr(trainer, call)(loader()))) == 5
+    assert len(written) == 5 and early == []
+
+
+@here
+def test_weights_are_made_on_the_workers_stream_after_the_callers_work(cuda):
+    made = []
+
+    def optimizer(parameters):
+        own = cuda.current_stream(CPU)
+        made.append((own, own.clock[cuda.callers]))
+        return SGD(parameters)
+
+    before = cuda.callers.record_event().clock[cuda.callers]
+    run(make("pipedream", 2, 4), stages(2), batches(1), F.mse_loss, optimizer, check=False)
+    assert [stream for stream, _ in made] == [device.stream_of("cpu", w) for w in range(2)]
+    assert all(seen >= before for _, seen in made)
+    # The caller may change its modules once they have been copied.
+    assert all(cuda.callers.clock[stream] for stream, _ in made)
+
+
+def test_backwards_are_launched_by_their_own_workers():
+    """Autograd has one thread a GPU, in which backwards of all stages would take turns."""
+    seen = set()
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            seen.add((threading.current_thread().name, torch._C._is_multithreading_enabled()))
+            return super().forward(x)
+
+    model = [Noting(6, 6, dtype=torch.float64) for _ in range(2)]
+    run(make("gpipe", 2, 2), model, batches(1), F.mse_loss, SGD, check=False)
+    assert seen == {(f"pipelab device {row}", False) for row in range(2)}
+
+
+@here
+def test_the_host_is_two_steps_ahead_at_most_and_memory_with_it(cuda, monkeypatch):
+    """What a copy has read is free when the host knows that it is done: else forwards take more."""
+    blocks, peaks = [], []
+
+    def record_stream(tensor, stream):
+        storage = tensor.untyped_storage()
+        blocks.append([StorageWeakRef(storage), storage.nbytes(), stream, None])
+
+    def looking(self):
+        for block in blocks:
+            if block[3] is None and block[0].expired():
+                block[3] = block[2].record_event().clock  # as torch's allocator, when it is freed
+        peaks[-1] = max(
+            peaks[-1],
+            sum(size for _, size, _, freed in blocks if not freed or not freed <= Stream.done),
+        )
+        return real(self)
+
+    real = device.CudaDevice.now
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+    monkeypatch.setattr(device.CudaDevice, "now", looking)
+    for microbatches in (6, 24):
+        peaks.append(0)
+        blocks.clear()
+        table = make("gpipe", 1, microbatches).offload()
+        x = torch.randn(4 * microbatches, 64)
+        model = [nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))]
+        run(table, model, [(x, x)], F.mse_loss, SGD, check=False)
+        peaks[-1] -= 2 * x.nbytes  # the data stay
+    assert 0 < peaks[1] == peaks[0]
+
+
+@here
+@pytest.mark.parametrize("place", ["in an action", "at the end"])
+def test_an_error_that_a_gpu_reports_late_says_so(place, cuda, monkeypatch):
+    class Asserting(nn.Linear):
+        def forward(self, x):
+            raise torch.AcceleratorError(LATE)
+
+    def synchronize(self):
+        raise torch.AcceleratorError(LATE)
+
+    model = stages(2)
+    if place == "at the end":
+        monkeypatch.setattr(Stream, "synchronize", synchronize)
+    else:
+        model[1] = Asserting(6, 6)
+    with pytest.raises(RunError, match=LATE) as caught:
+        run(make("gpipe", 2, 2), model, batches(1), F.mse_loss, SGD, check=False)
+    assert "CUDA_LAUNCH_BLOCKING=1 or devices='cpu' names it" in str(caught.value)
+    assert ("action 1F0" in str(caught.value)) == (place == "in an action")
+
+
+def test_what_comes_from_elsewhere_is_copied_beside_what_is_computed(cuda):
+    home = device.CudaDevice(ELSEWHERE, Stream(CPU))
+    sender = Stream(CPU)
+    home.wait_for_caller([cuda.callers.record_event()])
+    home.stream.record_event()  # a long action
+    home.take((torch.ones(2), sender.record_event()))
+    receiving = device.receiving_on(ELSEWHERE, home.stream)
+    assert receiving.clock[sender] and not receiving.clock[home.stream]
+    assert not receiving.clock[cuda.callers]
+    assert home.stream.clock[receiving]  # what is computed next waits for it
+    home.placed(torch.ones(2))
+    assert receiving.clock[cuda.callers] and not receiving.clock[home.stream]
+
+
+def test_a_link_between_gpus_receives_beside_what_is_computed(cuda, monkeypatch):
+    queue = []
+
+    def recv(memory, rank, tag):
+        seen = cuda.current_stream(CPU)
+        return SimpleNamespace(wait=lambda: (memory[0].copy_(queue.pop(0)), received.append(seen)))
+
+    received = []
+    group = SimpleNamespace(recv=recv, send=lambda memory, rank, tag: queue.append(memory[0]))
+    monkeypatch.setattr(groups.dist, "get_group_rank", lambda group, rank: rank)
+    monkeypatch.setattr(groups, "MOST", 0)  # all part by part
+    monkeypatch.setattr(groups, "LEAST", groups.START.size)
+    monkeypatch.setattr(groups.torch.cuda, "stream", cuda.stream)
+    near, far = (groups.GroupLink(other, group, group, CPU) for other in (1, 0))
+    far.on_cpu, far.receiving = False, Stream(CPU)
+    near.write((7, (torch.ones(3), None), 0.5))
+    _, (tensor, event), _ = far.read()
+    assert torch.equal(tensor, torch.ones(3)) and received[-1] is far.receiving
+    assert event.clock[far.receiving] and not event.clock[cuda.callers]
