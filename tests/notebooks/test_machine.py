@@ -19,12 +19,12 @@ def having(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capability)
         monkeypatch.setattr("teach.machines._rate", lambda dtype: rate)
 
-        def contexts_of(gpu, count):
+        def parts_of(gpu, count):
             if not divided:
                 raise ValueError("an old driver")
             return range(count)
 
-        monkeypatch.setattr(names, "contexts_of", contexts_of)
+        monkeypatch.setattr(names, "parts_of", parts_of)
 
     return make
 

@@ -30,6 +30,7 @@ START = Struct("qq")  # of a message: bytes of its head, and of all that comes i
 LEAST, MOST = 2**12, 2**22  # bytes asked for beforehand: beyond, to copy takes longer than to ask
 AHEAD = 4  # rows asked for beforehand
 FIRST, MORE = 0, 1  # tags: of rows that were asked for beforehand, and of all else
+BUCKET = 2**25  # bytes of gradients that replicas add up in one call
 WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
 OWN = 2**8  # bytes that a tensor takes beside its numbers, about
 TORCH_FAILS = lost(RuntimeError)
@@ -67,6 +68,8 @@ class GroupWire(Wire):
         if (count := job.replicas) > 1:
             firsts = range(0, count * job.schedule.devices, count)  # all ranks make all groups
             self._replicas = [new_group(range(a, a + count)) for a in firsts][job.row]
+            # NCCL connects a group at its first call, for seconds: not in a measured update.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self._replicas)
 
     def close(self) -> None:
         super().close()
@@ -74,13 +77,26 @@ class GroupWire(Wire):
             dist.destroy_process_group(self._replicas)
 
     def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
-        found = []
-        for part in parts:
-            total = part.to(self.device, copy=True).contiguous()
+        found: dict[int, Tensor] = {}
+        for bucket in _buckets(parts):
+            total = torch.cat([parts[i].reshape(-1) for i in bucket]).to(self.device)
             with TORCH_FAILS:
                 dist.all_reduce(total, group=self._replicas)
-            found.append(total.to(part.device))
-        return found
+            pieces = total.to(parts[0].device).split([parts[i].numel() for i in bucket])
+            found |= {i: t.view_as(parts[i]) for i, t in zip(bucket, pieces, strict=True)}
+        return [found[i] for i in range(len(parts))]
+
+
+def _buckets(parts: Sequence[Tensor]) -> list[list[int]]:
+    """The parts' numbers, those of one type together, until they have about BUCKET bytes."""
+    full: list[list[int]] = []
+    filling: dict[torch.dtype, list[int]] = {}
+    for i, part in enumerate(parts):
+        bucket = filling.setdefault(part.dtype, [])
+        bucket.append(i)
+        if sum(parts[k].nbytes for k in bucket) >= BUCKET:
+            full.append(filling.pop(part.dtype))
+    return [*full, *filling.values()]
 
 
 def new_group(ranks: Sequence[int]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipelab.runtime.torch.parts import contexts_of
+from pipelab.runtime.torch.parts import parts_of
 from pipelab.table.schedule import Schedule
 
 PART = re.compile(r"cuda:(\d+)/(\d+)(?::(\d+))?")  # see `parts`
@@ -51,7 +51,7 @@ def find_part(name: str, row: int = 0) -> Part | None:
     if not found:
         return None
     gpu, count = int(found[1]), int(found[2])
-    there = len(contexts_of(find_device(name).index, count))
+    there = len(parts_of(find_device(name).index, count))
     number = row % there if found[3] is None else int(found[3])
     if number >= there:
         raise ValueError(f"device {name!r}: its {there} parts have the numbers 0 to {there - 1}")

@@ -4,27 +4,44 @@ A kernel in one part cannot use another's multiprocessors, so four stages on fou
 pipeline; on four streams of the whole GPU they wait for each other. Parts share memory, its
 bandwidth, the L2 cache, power, and the host that launches kernels.
 
-They need NVIDIA's driver from 550 (CUDA 12.4) on, which documents these calls, and the package
-cuda-bindings, which comes with torch's CUDA builds.
+They need NVIDIA's driver from 555 (CUDA 12.5) on, the first that makes streams of them, and the
+package cuda-bindings, which comes with torch's CUDA builds.
 """
 
+from collections import deque
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
+class GreenPart(NamedTuple):
+    """A part of a GPU.
+
+    context  its green context
+    streams  on it that nobody has taken yet
+    """
+
+    context: Any
+    streams: deque[Any]
+
+
+class DoesNotFit(ValueError):
+    """The driver cannot divide a GPU's multiprocessors this way."""
+
+
 def stream_of_part(gpu: int, count: int, number: int) -> torch.cuda.Stream:
-    """A new stream on one of `count` parts of a GPU."""
-    flags = _enum("CUstream_flags", "CU_STREAM_NON_BLOCKING")
-    stream = _call("cuGreenCtxStreamCreate", contexts_of(gpu, count)[number], flags, 0)
+    """A stream of its own on one of `count` parts of a GPU."""
+    context, streams = parts_of(gpu, count)[number]
+    stream = streams.pop() if streams else _stream_on(context)
     return torch.cuda.ExternalStream(int(stream), device=torch.device("cuda", gpu))
 
 
 @cache
-def contexts_of(gpu: int, count: int) -> tuple[Any, ...]:
-    """A green context for each part, of equal size; they last as long as the process.
+def parts_of(gpu: int, count: int) -> tuple[GreenPart, ...]:
+    """The parts, of equal size, with a stream each; they last as long as the process.
 
     ValueError if the GPU cannot be divided this way.
     """
@@ -34,26 +51,34 @@ def contexts_of(gpu: int, count: int) -> tuple[Any, ...]:
     flags = _enum("CUgreenCtxCreate_flags", "CU_GREEN_CTX_DEFAULT_STREAM")
     groups = ([group] for group in _groups(gpu, whole, count))
     descriptions = [_call("cuDevResourceGenerateDesc", group, 1) for group in groups]
-    return tuple(_call("cuGreenCtxCreate", each, device, flags) for each in descriptions)
+    contexts = [_call("cuGreenCtxCreate", each, device, flags) for each in descriptions]
+    # Streams at once: a driver that has contexts and no streams on them is refused here.
+    return tuple(GreenPart(context, deque([_stream_on(context)])) for context in contexts)
 
 
 def part_sizes(gpu: int, count: int) -> list[int]:
     """How many multiprocessors each part has."""
-    kind, contexts = _multiprocessors(), contexts_of(gpu, count)
+    kind, contexts = _multiprocessors(), [part.context for part in parts_of(gpu, count)]
     return [_call("cuGreenCtxGetDevResource", each, kind).sm.smCount for each in contexts]
 
 
+def _stream_on(context: Any) -> Any:
+    flags = _enum("CUstream_flags", "CU_STREAM_NON_BLOCKING")
+    return _call("cuGreenCtxStreamCreate", context, flags, 0)
+
+
 def _groups(gpu: int, whole: Any, count: int) -> list[Any]:
-    """So many groups of multiprocessors, as large as they can be.
+    """`count` groups of multiprocessors, as large as they can be.
 
     132 in four: the driver rounds 33 up to 40, of which there are three; of 32 there are four.
     """
     total = whole.sm.smCount
     for least in range(total // count, 0, -1) if count > 0 else ():
         # All in one call: those of two calls begin with the same multiprocessors.
-        groups, made, _ = _call("cuDevSmResourceSplitByCount", count, whole, 0, least)
-        if made == count:
-            return groups[:count]
+        with suppress(DoesNotFit):
+            groups, made, _ = _call("cuDevSmResourceSplitByCount", count, whole, 0, least)
+            if made == count:
+                return groups[:count]
     raise ValueError(
         f"cuda:{gpu} has {total} multiprocessors and cannot be divided into {count} parts: ask for "
         "fewer"
@@ -73,16 +98,21 @@ def _driver() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    """What a call of the driver gives beside its status. ValueError if it cannot be made."""
+    """What a call of the driver returns beside its status.
+
+    DoesNotFit if a GPU cannot be divided as asked; ValueError if the call cannot be made.
+    """
     try:
         status, *values = getattr(_driver(), name)(*arguments)
         failed = status.name if status else ""
     except (ImportError, AttributeError, RuntimeError) as error:  # the package or the driver is old
         failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if failed == "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION":
+        raise DoesNotFit(f"{name}: the GPU cannot be divided like this: ask for fewer parts")
     if failed:
         raise ValueError(
             f"{name} of cuda.bindings fails ({failed}), but parts of a GPU need it: install "
-            "pipelab[gpu] and a driver from 550 on, or name the GPU itself, such as cuda:0, which "
+            "pipelab[gpu] and a driver from 555 on, or name the GPU itself, such as cuda:0, which "
             "gives each stage a stream"
         )
     return values[0] if len(values) == 1 else values

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -117,7 +117,7 @@ class _Rank:
 
     def send(self, order: Order) -> None:
         """Does not wait for a rank that hangs."""
-        self.sends.submit(self.connection.send_bytes, _dumps(order))
+        self.sends.submit(self.connection.send_bytes, _dumps(_on_host(order)))
 
     @property
     def place(self) -> str:
@@ -247,6 +247,19 @@ def _restore(module: nn.Module, found: tuple[dict[str, Any], Compiled]) -> None:
     state, compiled = found
     module.__setstate__(state)
     compile_as(module, compiled)
+
+
+def _on_host(order: Order) -> Order:
+    """The order with its data on the host: a rank would open the GPU that they are on."""
+
+    def moved(data: Any) -> Any:
+        return pytree.tree_map_only(Tensor, Tensor.cpu, data)
+
+    found = {
+        s: {k: replace(each, x=moved(each.x), target=moved(each.target)) for k, each in of.items()}
+        for s, of in order.microbatches.items()
+    }
+    return replace(order, microbatches=found)
 
 
 def _registered() -> list[Any]:

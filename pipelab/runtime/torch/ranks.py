@@ -17,11 +17,13 @@ from pipelab.runtime.transport import lost
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job, RunError
 
+# Of torchrun, Slurm's srun, Open MPI and MPICH.
+LOCAL = "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"
 MOST = 2**22  # bytes of a value; the store takes twice as many
 
 
 class Ranks(Cluster):
-    """The ranks started by a launcher; this one is number `local` on its host.
+    """The ranks started by a launcher; this one is number `local` on its host, if it says so.
 
     They exchange values in the store where they met.
     """
@@ -30,7 +32,8 @@ class Ranks(Cluster):
         """Read the launcher's environment."""
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         super().__init__(rank, world, timeout, call)
-        self.local = int(os.environ.get("LOCAL_RANK", 0))
+        known = (os.environ[name] for name in LOCAL if name in os.environ)
+        self.local = next(map(int, known), None)
 
     def __enter__(self) -> "Ranks":
         if not dist.is_initialized():

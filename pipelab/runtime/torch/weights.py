@@ -1,5 +1,6 @@
 """A torch stage's weights: their versions, and the updates that make them."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from pipelab.runtime.torch.state import (
     make_optimizer,
     on_cpu,
 )
+
+PIECE = 2**20  # numbers of a gradient whose squares a GPU adds up at once
 
 
 class News(NamedTuple):
@@ -166,7 +169,7 @@ class VersionedStage(CountingStage):
         tied = _add_up(news)
         own_square = sum(n.square for n in news)
         square = self._told_square(number, received or {}, tied)
-        divisor = self.divisor(number, lambda: own_square + sum(map(_square, tied.values())))
+        divisor = self.divisor(number, lambda: float(own_square + _squares(tied.values())))
         # [1] the handles take the latest weights, and the whole gradient
         latest = self.weights[number]
         for name, handle in self._handles.items():
@@ -252,14 +255,14 @@ class VersionedStage(CountingStage):
                 self.total[name] = total
 
     def news(self) -> News:
-        square, tied = 0.0, {}
+        own, tied = [], {}
         for name, gradient in self.total.items():
             if name in self.ties:
                 # Dense, as the sum with another stage's is.
                 tied[self.ties[name]] = gradient.clone().to_dense()
             elif self.options.clip is not None:
-                square += _square(gradient)
-        return News(square, tied, dict(self.counts))
+                own.append(gradient)
+        return News(float(_squares(own)), tied, dict(self.counts))
 
     def held(self) -> Bytes:
         """The memory kept now, by unique storages."""
@@ -371,5 +374,23 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages(tensors).values())
 
 
-def _square(gradient: Tensor) -> float:
-    return float(gradient.abs().double().square().sum())
+def _squares(gradients: Iterable[Tensor]) -> Any:
+    """The sum of all squares, in float64; on a GPU a number that nobody has waited for yet."""
+    total: Any = 0.0
+    for gradient in gradients:
+        values = _values(gradient)
+        # Squares in float64 take 20 bytes a number.
+        total = total + sum(map(_square, _pieces(values, PIECE if values.is_cuda else math.inf)))
+    return total
+
+
+def _pieces(values: Tensor, most: float) -> Sequence[Tensor]:
+    """The numbers in views of about `most`, cut along the largest axis."""
+    if values.numel() <= most:
+        return [values]
+    axis = max(range(values.ndim), key=lambda i: values.shape[i])
+    return values.split(max(1, int(most * values.shape[axis] / values.numel())), axis)
+
+
+def _square(values: Tensor) -> Tensor:
+    return values.abs().double().square().sum()

@@ -56,6 +56,10 @@ class TorchJob(Job):
     start: Mapping[int, StageState]
     names: Mapping[int, Mapping[str, str]]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields for another process, which else would open the caller's GPU beside its own."""
+        return vars(self) | {"modules": {s: _on_host(of) for s, of in self.modules.items()}}
+
     def home(self) -> CpuDevice:
         return torch_device(self.device, self.rank)
 
@@ -287,6 +291,12 @@ class TorchWing(Wing):
         )
 
 
+def _on_host(module: nn.Module) -> nn.Module:
+    """The module, or a copy of one that is on a GPU."""
+    tensors = (*module.parameters(), *module.buffers())
+    return copies_of([module])[0].cpu() if any(t.is_cuda for t in tensors) else module
+
+
 def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
     """Who carries out the rows, and the names of their devices."""
     if options.backend != "threads" and LAUNCHED <= os.environ.keys():
@@ -294,7 +304,13 @@ def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
 
         ranks, count = Ranks(options.timeout, table.to_csv()), torch.cuda.device_count()
         # Each rank of a machine takes a GPU of its own, as far as there are enough.
-        own = f"cuda:{ranks.local % count}" if count else None
+        own = f"cuda:{(ranks.local or 0) % count}" if count else None
+        if ranks.local is None and count > 1 and options.devices is None:
+            warnings.warn(
+                f"the launcher does not tell this process its LOCAL_RANK, so it takes cuda:0 of "
+                f"{count} GPUs, and others of this machine do, too: set it, or name the devices",
+                stacklevel=2,
+            )
         names = device_names(table, own if options.devices is None else options.devices)
         check_whole(names)
         return ranks, names

@@ -7,7 +7,7 @@ its own goes on; work counts once an event has been recorded after it.
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpu.cases import CASES
 from pipelab import RunError, Trainer, make, run
-from pipelab.runtime.torch import device, groups, wing
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import MicroBatch, Order
+from pipelab.runtime.torch import device, groups, processes, ranks, weights, wing
 from pipelab.table.action import HOST
 from tests.runtime.test_run import SGD, batches, stages
 
@@ -314,3 +316,66 @@ def test_a_link_between_gpus_receives_beside_what_is_computed(cuda, monkeypatch)
     _, (tensor, event), _ = far.read()
     assert torch.equal(tensor, torch.ones(3)) and received[-1] is far.receiving
     assert event.clock[far.receiving] and not event.clock[cuda.callers]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (100_000,), (40, 1000), (1000, 40), (2, 3, 10_000)])
+def test_squares_are_added_up_in_views_of_a_piece(shape):
+    """Was: 20 bytes a number at once, and the host waited for every weight."""
+    values = torch.randn(shape)
+    pieces = weights._pieces(values, 5000)
+    assert sum(piece.numel() for piece in pieces) == values.numel()
+    assert max(piece.numel() for piece in pieces) <= 5000
+    own = values.untyped_storage().data_ptr()
+    assert all(piece.untyped_storage().data_ptr() == own for piece in pieces)
+    total = sum(weights._square(piece) for piece in pieces)
+    torch.testing.assert_close(total, values.double().square().sum())
+
+
+def test_a_clipped_update_waits_once_for_its_norm(monkeypatch):
+    waits, found = [], []
+    read, news = torch.Tensor.__float__, weights.VersionedStage.news
+
+    def counted(self):
+        waits.clear()
+        told = news(self)
+        found.append(len(waits))
+        return told
+
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda t: (waits.append(t), read(t))[1])
+    monkeypatch.setattr(weights.VersionedStage, "news", counted)
+    model = [nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)))]
+    done = run(make("gpipe", 1, 2), model, batches(1), F.mse_loss, SGD, clip=0.1)
+    assert done.check.passed and found == [1]
+
+
+def test_jobs_and_data_go_to_processes_without_their_gpu(monkeypatch):
+    """Each would open the caller's GPU, and take memory for it, before it uses its own."""
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True), raising=False)
+    monkeypatch.setattr(nn.Module, "cpu", lambda module: (moved.append(module), module)[1])
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: (moved.append(t), t)[1])
+    model = nn.Linear(2, 2)
+    job = object.__new__(wing.TorchJob)
+    job.modules = {0: model}
+    sent = job.__getstate__()["modules"][0]
+    assert moved == [sent] and sent is not model
+    x, y = torch.ones(2), torch.zeros(2)
+    order = Order(microbatches={0: {1: MicroBatch(0, 0, 0, False, x=(x,), target={"y": y})}})
+    processes._on_host(order)
+    assert [id(t) for t in moved[1:]] == [id(x), id(y)]
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", ""])
+def test_ranks_take_gpus_by_their_number_on_the_machine(name, monkeypatch):
+    for given in ranks.LOCAL:
+        monkeypatch.delenv(given, raising=False)
+    started = {"RANK": "6", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for key, value in (started | ({name: "2"} if name else {})).items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(ranks.Cluster, "__init__", lambda self, *_: None)
+    options = Options(loss=None, devices=None)
+    told = nullcontext() if name else pytest.warns(UserWarning, match="LOCAL_RANK.*cuda:0 of 4")
+    with told:
+        _, names = wing._launcher(make("gpipe", 8, 8), options)
+    assert names == ["cuda:2" if name else "cuda:0"] * 8

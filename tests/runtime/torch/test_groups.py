@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from pipelab.runtime.torch import groups
 from pipelab.runtime.torch.processes import run_processes
 
 
@@ -63,3 +64,25 @@ def test_what_was_sent_may_be_written_again():
         return bool(found.eq(1).all())
 
     assert run_processes([rank_job(0), rank_job(1)], work, 60.0) == [True, True]
+
+
+def test_replicas_add_up_gradients_in_buckets(monkeypatch):
+    """Was: an all-reduce, and a copy there and back, for every weight."""
+    calls = []
+
+    def all_reduce(tensor, group):
+        calls.append(tensor.nbytes)
+        tensor *= 2  # two replicas with the same
+
+    monkeypatch.setattr(groups, "BUCKET", 4000)
+    monkeypatch.setattr(groups.dist, "all_reduce", all_reduce)
+    wire = groups.GroupWire.__new__(groups.GroupWire)
+    wire.device, wire._replicas = torch.device("cpu"), None
+    parts = [torch.arange(3.0).double(), *(torch.randn(5, 10).T for _ in range(40))]
+    parts += [torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last), torch.tensor(1.5)]
+    kept = [part.clone() for part in parts]
+    sums = wire.sum_over_replicas((0, 0), 0, parts, None)
+    assert len(calls) == 4 and max(calls) < 4000 + 200
+    for part, before, total in zip(parts, kept, sums, strict=True):
+        assert torch.equal(part, before) and torch.equal(total, 2 * part)
+        assert total.is_contiguous() and total.dtype == part.dtype

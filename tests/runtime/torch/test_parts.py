@@ -18,6 +18,7 @@ class Status(IntEnum):
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION = 914
 
 
 class Driver:
@@ -43,6 +44,8 @@ class Driver:
     def cuDevSmResourceSplitByCount(self, groups, whole, flags, least):
         assert 0 < least <= whole.sm.smCount
         size = -(-least // self.multiple) * self.multiple
+        if size > whole.sm.smCount:
+            return Status.CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION, None, 0, None
         made = min(groups, whole.sm.smCount // size)
         cut = [resource(whole.sm.those[i * size : (i + 1) * size]) for i in range(made)]
         return Status.CUDA_SUCCESS, cut, made, resource(whole.sm.those[made * size :])
@@ -68,6 +71,13 @@ def resource(those):
     return SimpleNamespace(sm=SimpleNamespace(smCount=len(those), those=those))
 
 
+class WithoutStreams(Driver):
+    """CUDA 12.4: green contexts, and no streams on them."""
+
+    def cuGreenCtxStreamCreate(self, context, flags, priority):
+        raise RuntimeError('Function "cuGreenCtxStreamCreate" not found')
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with two GPUs whose driver is the given one."""
@@ -77,11 +87,11 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: None)
         monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: number)
-        module.contexts_of.cache_clear()
+        module.parts_of.cache_clear()
         return driver
 
     yield having
-    module.contexts_of.cache_clear()
+    module.parts_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -159,6 +169,7 @@ def test_parts_of_what_is_no_gpu(given, machine):
     [
         (Driver(status=Status.CUDA_ERROR_NOT_SUPPORTED), "CUDA_ERROR_NOT_SUPPORTED"),
         (SimpleNamespace(), "AttributeError"),
+        (WithoutStreams(), "cuGreenCtxStreamCreate.*a driver from 555 on"),
     ],
 )
 def test_a_driver_without_parts_is_one_sentence(driver, said, machine):
