@@ -1,11 +1,15 @@
 """What the live cells of a lecture run on, and how large their models are there."""
 
+import os
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
 ACTION = 0.002  # seconds that a forward takes at least on a GPU
 WIDEST = 64  # times: a layer of 8,192 numbers for one of 128
+WIDTH, SAMPLES, MICROBATCHES = 128, 32, 8  # on a CPU, about: of layers and micro-batches
+COPIES = 10  # of a weight: gradient, moments, versions, what the check takes
+ROOM = 0.5  # of the free memory
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,25 @@ def machine(devices: int, flop: float) -> Machine:
     # Work grows with the width's square and with the samples.
     work = max(1.0, ACTION * rate / flop)
     times = min(WIDEST, 2 ** (int(work ** (1 / 3)).bit_length() - 1))
+    room = ROOM * torch.cuda.mem_get_info(0)[0]
+    while times > 1 and devices * _bytes(flop, times, 1) > room / 2:
+        times //= 2
+    samples = ceil(work / times**2)
+    while samples > 1 and devices * _bytes(flop, times, samples) > room:
+        samples = samples * 3 // 4
     how = {"devices": names, "autocast": autocast}
-    return Machine(words, how, "cuda:0", times, samples=ceil(work / times**2))
+    return Machine(words, how, "cuda:0", times, samples)
+
+
+def _bytes(flop: float, times: int, samples: int) -> float:
+    """The most that a stage takes in float32: the check has all stages on one GPU.
+
+    A layer of w x w weights multiplies 2 w x w a sample, and keeps its product and what comes of
+    that, w numbers each.
+    """
+    weights = flop * times**2 / (2 * SAMPLES)
+    kept = 2 * flop * times * samples / (2 * WIDTH)
+    return 4 * (COPIES * weights + MICROBATCHES * kept)
 
 
 def _rate(dtype: Any, size: int = 4096) -> float:
@@ -90,6 +111,10 @@ def jax_devices(count: int) -> None:
     import jax
     from jax.extend.backend import clear_backends
 
+    # JAX would take three quarters of a GPU that it only counts: this is said before it starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if 0 < (gpus := _gpus()) < count and jax.config.jax_platforms != "cpu":
+        _run_on_cpus(count, f"{gpus} of NVIDIA's GPUs")
     if jax.config.jax_num_cpu_devices != count:  # type: ignore[attr-defined]
         try:
             jax.config.update("jax_num_cpu_devices", count)
@@ -99,10 +124,24 @@ def jax_devices(count: int) -> None:
             clear_backends()
             jax.config.update("jax_num_cpu_devices", count)
     if jax.device_count() < count:
-        (kind, number) = jax.devices()[0].device_kind, jax.device_count()
-        jax.config.update("jax_platforms", "cpu")
+        _run_on_cpus(count, f"{jax.device_count()} ({jax.devices()[0].device_kind})")
         clear_backends()
-        print(
-            f"This lecture takes {count} devices, and JAX finds {number} here ({kind}): its cells "
-            f"run on {count} CPU devices of the host."
-        )
+
+
+def _gpus() -> int:
+    """How many of NVIDIA's GPUs are here; starts nothing on them."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return 0
+    return torch.cuda.device_count()
+
+
+def _run_on_cpus(count: int, found: str) -> None:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    print(
+        f"This lecture takes {count} devices, and here are {found}: its cells run on {count} CPU "
+        "devices of the host."
+    )

@@ -26,7 +26,7 @@ def test_environment_yml_installs_the_project_and_pins_nothing_itself():
     assert pip == {"pip": ["-e .[all]"]}
     extras = PROJECT["optional-dependencies"]
     everything = set(re.findall(r"\w+", extras["all"][0])) - {"pipelab"}
-    assert everything == set(extras) - {"all", "gpu", "gpu12"}  # which only some machines can use
+    assert everything == set(extras) - {"all", "gpu"}  # which only some machines can use
 
 
 @pytest.mark.thorough

@@ -1,11 +1,18 @@
 """What live cells run on, on machines that are not this one."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from pipelab.runtime.torch import names
 from teach import machine as of_lectures
+from teach.machines import _bytes as of_a_stage
 
+ROOT = Path(__file__).parents[2]
 BFLOAT16, T4 = (9, 0), (7, 5)
 
 
@@ -13,11 +20,12 @@ BFLOAT16, T4 = (9, 0), (7, 5)
 def having(monkeypatch):
     """A machine with so many GPUs, which can be divided or not."""
 
-    def make(gpus, *, capability=BFLOAT16, rate=7e14, divided=True):
+    def make(gpus, *, capability=BFLOAT16, rate=7e14, divided=True, free=140):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "a GPU")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capability)
         monkeypatch.setattr("teach.machines._rate", lambda dtype: rate)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (free * 2**30, 0))
 
         def parts_of(gpu, count):
             if not divided:
@@ -73,3 +81,43 @@ def test_a_small_gpu_has_smaller_models_in_float32(having):
 def test_models_are_never_smaller_and_never_beyond_memory(rate, times, having):
     having(4, rate=rate)
     assert of_lectures(4, flop=5e5).times == times
+
+
+@pytest.mark.parametrize("flop", [5e5, 2e6, 3e7, 1e6, 4e7])
+def test_models_fit_into_small_gpus(flop, having):
+    """Was: as large as a GPU's speed, whatever its memory."""
+    sizes = {}
+    for free in (15, 24, 40, 80):
+        having(1, free=free)
+        here = of_lectures(4, flop=flop)
+        most = 4 * of_a_stage(flop, here.times, here.samples)
+        assert most <= 0.5 * free * 2**30 and here.times >= 2
+        sizes[free] = here.times**2 * here.samples
+    assert sorted(sizes.values()) == [*sizes.values()]
+
+
+JAX_STARTS = """
+import builtins, os, sys
+sys.path.insert(0, "notebooks")
+import torch
+from jax._src import xla_bridge
+torch.cuda.device_count = lambda: 1
+def print(line):
+    assert not xla_bridge.backends_are_initialized(), "it has taken the GPU already"
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    said.append(line)
+said, builtins.print = [], print
+import teach
+teach.jax_devices(4)
+teach.jax_devices(4)  # the cell, run again
+import jax
+assert len(jax.devices("cpu")) == 4 == jax.device_count() and jax.config.jax_platforms == "cpu"
+assert len(said) == 1 and "takes 4 devices, and here are 1 of NVIDIA's GPUs" in said[0], said
+"""
+
+
+def test_jax_leaves_alone_a_gpu_that_it_will_not_use():
+    """Was: it took three quarters of the memory to count it, and then computed on the CPU."""
+    dropped = {"JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_FLAGS"}
+    shell = {key: value for key, value in os.environ.items() if key not in dropped}
+    subprocess.run([sys.executable, "-c", JAX_STARTS], env=shell, cwd=ROOT, check=True)

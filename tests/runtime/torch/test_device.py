@@ -4,6 +4,9 @@ The CPU stands for the GPU. A stream's clock says how much of every stream's wor
 its own goes on; work counts once an event has been recorded after it.
 """
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -379,3 +382,14 @@ def test_ranks_take_gpus_by_their_number_on_the_machine(name, monkeypatch):
     with told:
         _, names = wing._launcher(make("gpipe", 8, 8), options)
     assert names == ["cuda:2" if name else "cuda:0"] * 8
+
+
+def test_a_gpu_has_a_queue_for_every_stream_unless_the_shell_says_otherwise():
+    """Its own number is 8, which is read when the GPU is first used."""
+    script = "import os, pipelab; pipelab.parts; print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
+    shell = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    for own, found in (({}, "32\n"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1\n")):
+        said = subprocess.run(
+            [sys.executable, "-c", script], env=shell | own, capture_output=True, text=True
+        )
+        assert said.stdout == found, said.stderr
