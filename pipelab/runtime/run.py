@@ -103,8 +103,8 @@ def run(
                after that many batches. If it cannot be written, the error's `run` is the result,
                without the check
     resume     a checkpoint to continue from: the same stages and batches; without a flush also the
-               same schedule. It equals the uninterrupted run bit for bit (on a GPU where kernels add
-               in a fixed order: torch.use_deterministic_algorithms), with the saved settings
+               same schedule. It equals the uninterrupted run bit for bit (on a GPU where kernels
+               add in a fixed order: torch.use_deterministic_algorithms), with the saved settings
                of the optimizer (a warning names a different learning rate). With a flush, stages
                that are nn.Sequentials of the same layers may be cut differently; results are then
                equal up to rounding (dropout draws different numbers)
