@@ -25,7 +25,11 @@ KEPT = "row:"  # begins a line that is a row of a section's table
 
 
 class Skip(Exception):
-    """A section that this machine cannot run, and why."""
+    """A section that this machine cannot run, or not all of it, and why."""
+
+    def __init__(self, reason: str, parts: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.parts = parts
 
 
 class Failed(Exception):
@@ -34,6 +38,14 @@ class Failed(Exception):
     def __init__(self, parts: list[str]) -> None:
         super().__init__(parts)
         self.parts = parts
+
+
+YES, NO = "yes", "no"  # whether a row meets its target
+
+
+def met(holds: bool | None) -> str:
+    """The last cell of a row; empty without a target."""
+    return "" if holds is None else YES if holds else NO
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,13 @@ class Model:
         )
 
 
+def judged(place: Place, parts: list[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The parts of a section; Failed if a row misses its target. A rehearsal has no targets."""
+    if place.on_gpu and any(row[-1] == NO for row in rows):
+        raise Failed(parts)
+    return parts
+
+
 def row_of(*cells: Any) -> tuple[str, ...]:
     """A row of a table, printed at once: a section that is cut off has those that it had."""
     row = tuple(map(str, cells))
@@ -149,28 +168,37 @@ def percent(errors: Sequence[float]) -> str:
     return f"{middle} ({least} to {most}) %"
 
 
-def one_and_four(seconds: Callable[[int], float], repeats: int) -> list[str]:
-    """Seconds per batch with one stage and with four on one device, as a table and in words."""
+def one_and_four(
+    seconds: Callable[[int], float], repeats: int, most: float
+) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Seconds per batch with one stage and with four on one device, in words, and its rows.
+
+    `most` is the target of their ratio.
+    """
     one, four = in_turn([partial(seconds, 1), partial(seconds, 4)], repeats)
     ratios = [b / a for a, b in zip(one, four, strict=True)]
     itself = [b / a - 1 for a, b in pairwise(one)]
-    return [
-        table(("stages", "ms per batch"), [(1, spread(one, ".1f")), (4, spread(four, ".1f"))]),
+    rows = [
+        row_of(1, spread(one, ".1f"), ""),
+        row_of(4, spread(four, ".1f"), met(statistics.median(ratios) <= most)),
+    ]
+    parts = [
+        table(("stages", "ms per batch", "within"), rows),
         paragraph(
             f"Four stages take {spread(ratios, '.3f', 1)} times as long as one; one stage differs "
             f"from its own run before by {percent(itself)}. Median (least-most) of {repeats} runs "
             "in turn, from update to update without the first batch."
         ),
     ]
+    return parts, rows
 
 
 def streams(place: Place) -> list[str]:
     """Four stages on one device, each on a stream of its own, beside one stage with all layers."""
-    model = Model(place)
-    return [
-        paragraph(f"1F1B, {model}. Target: at most 1.03 of one stage's time."),
-        *one_and_four(model.seconds, place.sizes.repeats),
-    ]
+    model, most = Model(place), 1.03
+    parts, rows = one_and_four(model.seconds, place.sizes.repeats, most)
+    words = paragraph(f"1F1B, {model}. Target: at most {most} of one stage's time.")
+    return judged(place, [words, *parts], rows)
 
 
 class Clocked(torch.optim.SGD):
@@ -200,7 +228,7 @@ def clocks(place: Place) -> list[str]:
 
     (pairs,) = in_turn([shares], sizes.repeats)
     whole, inside = zip(*pairs, strict=True)
-    return [
+    parts = [
         paragraph(
             f"One stage, GPipe, {model}. The host notes its time after every update, when it has "
             "waited for the device. From the first update to the last, the timeline is "
@@ -209,6 +237,7 @@ def clocks(place: Place) -> list[str]:
             f"actions. Median (least-most) of {sizes.repeats} runs."
         )
     ]
+    return judged(place, parts, [(met(abs(statistics.median(whole) - 1) <= 0.01),)])
 
 
 TABLES = (
@@ -282,10 +311,9 @@ def predictions(place: Place) -> list[str]:
         (found,) = in_turn([partial(_errors, model, schedule, names)], place.sizes.pairs)
         errors, same = zip(*found, strict=True)
         middle, own = statistics.median(errors), max(map(abs, same))
-        verdict = "yes" if abs(middle) <= max(0.05, own) else "no"
-        cells = schedule.microbatches, percent(errors), percent(same), verdict
-        rows.append(row_of(name, *cells))
-    return [
+        within = met(abs(middle) <= max(0.05, own))
+        rows.append(row_of(name, schedule.microbatches, percent(errors), percent(same), within))
+    parts = [
         paragraph(
             f"Four {words}; {model}. Right before each run, costs are fitted on GPipe, for ZB-H1 "
             f"on ZB-H2, with {place.sizes.microbatches} micro-batches; the first batch is left out "
@@ -296,6 +324,7 @@ def predictions(place: Place) -> list[str]:
         ),
         table(("schedule", "m", "predicted - measured", "A/A", "within"), rows),
     ]
+    return judged(place, parts, rows)
 
 
 def _errors(model: Model, schedule: Schedule, devices: Sequence[Any]) -> tuple[float, float]:

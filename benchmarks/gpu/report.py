@@ -55,32 +55,38 @@ from measure import FOLDER, check_folder, machine, page, paragraph, table
 from pipelab.table.action import check_counts
 
 HERE = Path(__file__).parent
-SECONDS = 540  # of all sections together
-LONGEST = {
-    "Lectures": 420,
-    "Beside a compiled loop": 300,
-}  # of one, else 150: a hang must not take the others' time
 ENDING = 5  # that what hangs has to end by itself
-SECTIONS: dict[str, Callable[[Place], list[str]]] = {
-    "What the check costs": check_costs,
-    "What parts of one GPU share": sharing,
-    "Predictions": predictions,
-    "Lectures": lectures,
-    "Beside a plain loop": beside_a_loop,
-    "Beside a compiled loop": beside_a_compiled_loop,
-    "Beside torchgpipe": beside_torchgpipe,
-    "Beside torch's runtime": beside_torchs_runtime,
-    "Four stages on one GPU": streams,
-    "The timeline and the clock": clocks,
-    "Memory": memory,
-    "Checked runs": checked,
-    "Processes": launched,
-    "Faults": faults_on_ranks,
-    "JAX": jax_stages,
-    "JAX in two processes": jax_processes,
-    "Pipeshard": pipeshard,
-    "The suite's GPU tests": suite,
+
+
+class Section(NamedTuple):
+    """A part of the page, and the seconds that it may take: what hangs takes no other's time."""
+
+    call: Callable[[Place], list[str]]
+    seconds: int
+
+
+# What only a GPU shows, cheap first; then what is compared with others; then what takes longest.
+SECTIONS = {
+    "The suite's GPU tests": Section(suite, 90),
+    "What parts of one GPU share": Section(sharing, 60),
+    "Memory": Section(memory, 60),
+    "Four stages on one GPU": Section(streams, 45),
+    "The timeline and the clock": Section(clocks, 45),
+    "Checked runs": Section(checked, 60),
+    "Predictions": Section(predictions, 120),
+    "Faults": Section(faults_on_ranks, 100),
+    "Processes": Section(launched, 160),
+    "JAX in two processes": Section(jax_processes, 45),
+    "Pipeshard": Section(pipeshard, 45),
+    "JAX": Section(jax_stages, 100),
+    "Beside torch's runtime": Section(beside_torchs_runtime, 60),
+    "Beside torchgpipe": Section(beside_torchgpipe, 90),
+    "Beside a plain loop": Section(beside_a_loop, 180),
+    "Beside a compiled loop": Section(beside_a_compiled_loop, 180),
+    "What the check costs": Section(check_costs, 120),
+    "Lectures": Section(lectures, 420),
 }
+SECONDS = sum(section.seconds for section in SECTIONS.values())  # of all together, at most
 PAGES = {"cuda": "gpu.md", "cpu": "cpu.md"}
 INTRODUCTIONS = {
     "cuda": "`make gpu` measured this.",
@@ -103,9 +109,9 @@ class Outcome(NamedTuple):
 def attempt(title: str, place: Place) -> Outcome:
     """A section of SECTIONS; whatever it raises is its outcome."""
     try:
-        return Outcome("passed", SECTIONS[title](place))
+        return Outcome("passed", SECTIONS[title].call(place))
     except Skip as reason:
-        return Outcome("skipped", [f"Skipped: {reason}."])
+        return Outcome("skipped", [f"Skipped: {reason}.", *reason.parts])
     except Failed as failed:
         return Outcome("FAILED", failed.parts)
     except ModuleNotFoundError as missing:
@@ -199,25 +205,24 @@ def report(
     *,
     begin: str = "",
     keep: Callable[[str], object] = lambda text: None,
-) -> tuple[str, bool]:
-    """All sections from `begin` on as a Markdown page, and whether none failed.
+) -> tuple[str, set[str]]:
+    """All sections from `begin` on as a Markdown page, and what became of them.
 
     keep  gets the page after each of them, as far as it is
     """
     deadline = time.monotonic() + seconds
-    rows, parts, passed, titles = [], [], True, list(SECTIONS)
+    rows, parts, titles = [], [], list(SECTIONS)
     for title in titles[titles.index(begin) if begin else 0 :]:
         left = deadline - time.monotonic()
         began = time.monotonic()
         if left < 1:
             outcome = Outcome("skipped", [f"Skipped: the {seconds:.0f} seconds were over."])
         else:
-            outcome = run(title, device, min(left, LONGEST.get(title, 150)))
+            outcome = run(title, device, min(left, SECTIONS[title].seconds))
         took = time.monotonic() - began
         print(f"{title}: {outcome.state} ({took:.0f} s)", file=sys.stderr, flush=True)
         rows.append((title, outcome.state, f"{took:.0f}"))
         parts += [f"## {title}", *outcome.parts]
-        passed = passed and outcome.state != "FAILED"
         text = page(
             "# On a GPU" if device == "cuda" else "# On a GPU, rehearsed on the CPU",
             f"{machine('numpy', 'torch', 'jax')} {_gpus(device)}",
@@ -226,7 +231,7 @@ def report(
             *parts,
         )
         keep(text)
-    return text, passed
+    return text, {state for _, state, _ in rows}
 
 
 def _gpus(device: str) -> str:
@@ -259,7 +264,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; exit status 1 if a section failed."""
+    """The command; exit status 1 if a section failed, 3 if one was skipped, and none failed."""
     options = _options(arguments)
     if options.section:
         name = "cuda:0" if options.device == "cuda" else "cpu"
@@ -267,9 +272,9 @@ def main(arguments: list[str] | None = None) -> int:
         options.markdown.write_text(json.dumps(attempt(options.section, place)))
         return 0
     keep = options.markdown.write_text
-    text, passed = report(options.device, options.seconds, begin=options.begin, keep=keep)
+    text, states = report(options.device, options.seconds, begin=options.begin, keep=keep)
     print(text, end="")
-    return 0 if passed else 1
+    return 1 if "FAILED" in states else 3 if "skipped" in states else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu.measured import Place, row_of
+from gpu.measured import Place, judged, met, row_of
 from measure import in_turn, paragraph, spread, table
 from pipelab import make, run
 from pipelab.models import split
@@ -39,7 +39,9 @@ WAYS = {
     "PipeDream": ("pipedream", 1, 1.15, None),
     "ZB-H1": ("zb_h1", 1, 1.15, None),
 }
-HEADER = ("run", "tokens a micro-batch", "ms a batch", "plain loop", "times", "A/A", "asked")
+BESIDE = ("times", "A/A", "asked", "within")
+HEADER = ("run", "tokens a micro-batch", "ms a batch", "plain loop", *BESIDE)
+MODEL, TOKEN = 3 * 2**30, 1.5 * 2**20  # bytes: of GPT-2 small with AdamW, and kept for each token
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,20 @@ def texts(place: Place) -> dict[str, Text]:
     """A GPT-2 small with large and with small micro-batches; small throughout in a rehearsal."""
     if not place.on_gpu:
         return {"large": Text(64, 6, 512, 4, 16), "small": Text(64, 6, 512, 2, 8)}
+    # GPipe keeps all micro-batches, and their logits in float32.
+    free, _ = torch.cuda.mem_get_info(place.device)
+    fitting = (n for n in (8, 4, 2) if MODEL + MICROBATCHES * n * 1024 * TOKEN < 0.8 * free)
     return {
-        "large": Text(768, 12, 50257, 8, 1024),
+        "large": Text(768, 12, 50257, next(fitting, 1), 1024),
         "small": Text(768, 12, 50257, 4, 256),
     }
+
+
+def mixed_on(place: Place) -> tuple[torch.dtype | None, str]:
+    """The type of mixed precision, and its words: a GPU before Ampere imitates bfloat16, slowly."""
+    if place.on_gpu and torch.cuda.get_device_capability(place.device) < (8, 0):
+        return None, "float32 (this GPU only imitates bfloat16)"
+    return torch.bfloat16, "bfloat16 autocast"
 
 
 def beside_a_loop(place: Place) -> list[str]:
@@ -91,15 +103,16 @@ def beside_a_loop(place: Place) -> list[str]:
             plain = partial(loop, place, layers, data)
             most = asked[size == "small"]
             rows.append(row_of(name, text.samples * text.length, *beside(ours, plain, most)))
-    return [
+    parts = [
         paragraph(
-            "GPT-2 small (163 M weights, head of its own), AdamW, bfloat16 autocast, "
+            f"GPT-2 small (163 M weights, head of its own), AdamW, {mixed_on(place)[1]}, "
             f"{MICROBATCHES} micro-batches a batch: four stages, each on a stream of one GPU, "
             "beside a loop over the same micro-batches on the whole model. Milliseconds a batch, "
             "without the first; median (least-most) of the turns. A/A: the loop beside itself."
         ),
         table(HEADER, rows),
     ]
+    return judged(place, parts, rows)
 
 
 def beside_a_compiled_loop(place: Place) -> list[str]:
@@ -115,7 +128,7 @@ def beside_a_compiled_loop(place: Place) -> list[str]:
             cells = beside(ours, plain, None)
         except Exception as error:
             cells = [f"{type(error).__name__}: {error}".partition("\n")[0].replace("|", "\\|")]
-            cells += [""] * 4
+            cells += [""] * 5
         rows.append(row_of(f"1F1B, {mode}", text.samples * text.length, *cells))
     return [
         paragraph(
@@ -139,12 +152,13 @@ def beside_torchgpipe(place: Place) -> list[str]:
         theirs = partial(by_torchgpipe, given, how)
         ours = partial(pipeline, place, layers, data, "gpipe", 4, 1, mixed=False)
         rows.append(row_of("GPipe", text.samples * text.length, *beside(ours, theirs, 1.0)))
-    return [
+    parts = [
         paragraph(
             "The same in float32, beside torchgpipe on the same devices; A/A is torchgpipe's."
         ),
-        table((*HEADER[:3], "torchgpipe", *HEADER[4:]), rows),
+        table((*HEADER[:3], "torchgpipe", *BESIDE), rows),
     ]
+    return judged(place, parts, rows)
 
 
 def by_torchgpipe(given: Sequence[Any], how: dict[str, Any]) -> list[float]:
@@ -168,7 +182,9 @@ def pipeline(
     """Seconds of every batch but the first, by a schedule; `made` of each stage."""
     order = make(schedule, devices, MICROBATCHES, virtual=virtual, batches=len(data))
     stages = [made(stage) for stage in split(layers, uniform(len(layers), order.stages))]
-    how = dict(devices=str(place.device), autocast=torch.bfloat16 if mixed else None, check=False)
+    how = dict(
+        devices=str(place.device), autocast=mixed_on(place)[0] if mixed else None, check=False
+    )
     done = run(order, stages, data, next_token_loss, ADAMW, **how)
     return list(done.timeline.batch_seconds())
 
@@ -180,11 +196,11 @@ def loop(
     made: Callable[[nn.Module], Any] = lambda module: module,
 ) -> list[float]:
     """The same of a plain loop over the micro-batches."""
-    model = made(nn.Sequential(*copy.deepcopy(layers)))
+    model, (mixed, _) = made(nn.Sequential(*copy.deepcopy(layers))), mixed_on(place)
 
     def gradients(x: torch.Tensor, y: torch.Tensor) -> None:
         for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-            with torch.autocast(place.device.type, torch.bfloat16):
+            with torch.autocast(place.device.type, mixed, enabled=mixed is not None):
                 value = next_token_loss(model(a), b) / MICROBATCHES
             value.backward()
 
@@ -211,7 +227,7 @@ def trained(
 def beside(
     ours: Callable[[], Sequence[float]], theirs: Callable[[], Sequence[float]], most: float | None
 ) -> list[str]:
-    """The cells of a row: ours, theirs, how many times, theirs beside itself, and what is asked."""
+    """The cells of a row: ours, theirs, how many times, theirs beside itself, asked, within."""
 
     def middle(call: Callable[[], Sequence[float]]) -> float:
         return statistics.median(call())
@@ -219,12 +235,14 @@ def beside(
     mine, other = in_turn([partial(middle, ours), partial(middle, theirs)], 3)
     ratios = [a / b for a, b in zip(mine, other, strict=True)]
     itself = [b / a for a, b in pairwise(other)]
+    within = None if most is None else statistics.median(ratios) <= most
     return [
         spread(mine, ".1f"),
         spread(other, ".1f"),
         spread(ratios, ".2f", 1),
         spread(itself, ".2f", 1),
         "" if most is None else f"{most:.2f}",
+        met(within),
     ]
 
 
@@ -244,14 +262,15 @@ def beside_torchs_runtime(place: Place) -> list[str]:
     wire = "NCCL" if place.on_gpu else "gloo"
     text = Text(768, 12, 50257, 1, 64) if place.on_gpu else Text(64, 6, 512, 1, 8)
     rows = [row_of(*row) for row in on_ranks("gpu.speed", 2, wire, json.dumps(astuple(text)))]
-    return [
+    parts = [
         paragraph(
             f"1F1B between two ranks over {wire}, {MICROBATCHES} micro-batches of "
-            f"{text.samples * text.length} tokens in bfloat16 autocast, beside torch's own runtime "
-            "(Schedule1F1B) on the same ranks; A/A is torch's."
+            f"{text.samples * text.length} tokens in {mixed_on(place)[1]}, beside torch's own "
+            "runtime (Schedule1F1B) on the same ranks; A/A is torch's."
         ),
-        table((*HEADER[:3], "torch's runtime", *HEADER[4:]), rows),
+        table((*HEADER[:3], "torch's runtime", *BESIDE), rows),
     ]
+    return judged(place, parts, rows)
 
 
 def on_this_rank(wire: str, device: str, shape: Sequence[int]) -> None:
@@ -260,7 +279,7 @@ def on_this_rank(wire: str, device: str, shape: Sequence[int]) -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     place = Place(torch.device(device), None, 0.0)  # type: ignore[arg-type]
-    text = Text(*shape)
+    text, (mixed, _) = Text(*shape), mixed_on(place)
     layers, data = on(place, text)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stages = split(layers, uniform(len(layers), count))
@@ -271,7 +290,7 @@ def on_this_rank(wire: str, device: str, shape: Sequence[int]) -> None:
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=next_token_loss)
 
         def gradients(x: torch.Tensor, y: torch.Tensor) -> None:
-            with torch.autocast(place.device.type, torch.bfloat16):
+            with torch.autocast(place.device.type, mixed, enabled=mixed is not None):
                 first = (x,) if rank == 0 else ()
                 last: dict[str, Any] = {"target": y} if rank == count - 1 else {}
                 schedule.step(*first, **last)
@@ -283,7 +302,7 @@ def on_this_rank(wire: str, device: str, shape: Sequence[int]) -> None:
         return trained(data, gradients, ADAMW(module.parameters()), wait)
 
     made = make("pipedream_flush", count, MICROBATCHES, batches=len(data))
-    how = dict(devices=device, autocast=torch.bfloat16, check=False)
+    how = dict(devices=device, autocast=mixed, check=False)
 
     def ours() -> list[float]:
         done = run(made, stages, data, next_token_loss, ADAMW, **how)

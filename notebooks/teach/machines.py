@@ -113,9 +113,10 @@ def jax_devices(count: int) -> None:
 
     # JAX would take three quarters of a GPU that it only counts: this is said before it starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if 0 < (gpus := _gpus()) < count and jax.config.jax_platforms != "cpu":
+    config: Any = jax.config
+    if 0 < (gpus := _gpus()) < count and config.jax_platforms != "cpu":
         _run_on_cpus(count, f"{gpus} of NVIDIA's GPUs")
-    if jax.config.jax_num_cpu_devices != count:  # type: ignore[attr-defined]
+    if config.jax_num_cpu_devices != count:
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:  # JAX was used before
