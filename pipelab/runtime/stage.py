@@ -17,7 +17,12 @@ from pipelab.table.action import Kind
 
 
 class Device:
-    """A device whose work is done when a call returns, so a mark of time is just a number."""
+    """A device whose work is done when a call returns, so a mark of time is just a number.
+
+    apart  whether its stages work apart, so that what they send each other is given and taken, too
+    """
+
+    apart = False
 
     def __init__(self, device: Any, ledger: Ledger) -> None:
         self.device, self.ledger = device, ledger
@@ -33,6 +38,13 @@ class Device:
     def active(self) -> AbstractContextManager:
         """The context of a worker thread."""
         return nullcontext()
+
+    def working(self, stage: int) -> AbstractContextManager:
+        """The context of all that is done for a stage, inside `active`."""
+        return nullcontext()
+
+    def follow(self, marks: Iterable[Any]) -> None:
+        """Let what comes in this `working` start after these marks of the stages' work."""
 
     def callers_work(self, order: Order) -> Any:
         """A mark of the caller's work so far, which makes an order's data; in its thread."""

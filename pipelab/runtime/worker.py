@@ -142,7 +142,8 @@ class Worker:
         """Take an order, whose actions `step` then does one by one."""
         self.order, self.paces, self.record = order, order.paces, Record()
         for s, stage in self.stages.items():
-            stage.begin(s, order)
+            with self.device.working(s):
+                stage.begin(s, order)
         self._next: Iterator[Any] = enumerate(order.actions)
         self._under_way: deque[list[Any]] = deque()  # ends of the actions of the latest steps
         self._kept = {s: stage.held() for s, stage in self.stages.items()} if order.report else {}
@@ -211,11 +212,12 @@ class Worker:
         if len(self._under_way) == 2:
             for end in self._under_way.popleft():
                 self.device.reach(end)
+        before = self._under_way[-1] if self._under_way else []
         due = self.began + self.clock - time.perf_counter() if self.paces else 0
         self.transport.sleep(due)
         ledger.most = ledger.held
         work = [
-            partial(self._compute, each, received)
+            partial(self._compute, each, received, before)
             for each, (received, _) in zip(actions, inputs, strict=True)
         ]
         outcomes = self._together(actions, work)
@@ -226,7 +228,7 @@ class Worker:
         ):
             # After the mark of its end: what the check keeps is not the action's time.
             end = self.device.now() if self.paces else end
-            with self._failing(each, received):
+            with self._failing(each, received), self.device.working(each.stage):
                 self.stages[each.stage].snapshot()
                 # [3] send what it makes
                 self._send(each, output)
@@ -252,9 +254,11 @@ class Worker:
             other = wait()
         return [*done, other] if copies else [other, *done]
 
-    def _compute(self, action: Action, received: Any) -> tuple[Any, Any, Any]:
-        """The output of an action, and marks of its start and end."""
-        with self.device.copying() if action.kind in HOST else nullcontext():
+    def _compute(self, action: Action, received: Any, before: list[Any]) -> tuple[Any, Any, Any]:
+        """The output of an action, and marks of its start, which `before` precede, and its end."""
+        copying = self.device.copying if action.kind in HOST else nullcontext
+        with self.device.working(action.stage), copying():
+            self.device.follow(before)
             start = self.device.now()
             with self._failing(action, received):
                 output = _carried_out(action, self.stages[action.stage], received)
@@ -312,7 +316,7 @@ class Worker:
 
     def _receive(self, i: int, action: Action) -> tuple[Any, float]:
         """The input of action i and, where it comes from another device, when it was there."""
-        with self._failing(action):
+        with self._failing(action), self.device.working(action.stage):
             return self._received(i, action)
 
     def _received(self, i: int, action: Action) -> tuple[Any, float]:
@@ -331,7 +335,7 @@ class Worker:
             return None, math.nan
         payload, at = self.transport.receive((source, name, microbatch, stage), self.job.row)
         if self._home(stage, source) == self.job.row:
-            return payload, math.nan
+            return self.device.take(payload) if self.device.apart else payload, math.nan
         if self.paces:  # the message says when it was sent; this device has it a delay later
             at += self.paces[i][1]
             self.clock = max(self.clock, at)
@@ -345,7 +349,8 @@ class Worker:
         to = stage - step
         target = self._home(stage, to)
         if step and target is not None:
-            payload = output if target == self.job.row else self.device.give(output)
+            own = target == self.job.row and not self.device.apart
+            payload = output if own else self.device.give(output)
             # The paced clock travels along: the receiver adds the delay to it.
             at = self.clock if self.paces else time.perf_counter() - self.began
             self.transport.send((stage, name, microbatch, to), target, Message(payload, at))
@@ -367,13 +372,15 @@ class Worker:
         self._ended[own] = update
         # [1] the sums over all replicas, the same in each
         if self.job.replicas > 1:
-            sums = stage.sums(update)
-            sums = self.transport.sum_over_replicas((own, update), row, sums, self.device)
-            stage.replace_sums(update, sums)
+            with self.device.working(own):
+                sums = stage.sums(update)
+                sums = self.transport.sum_over_replicas((own, update), row, sums, self.device)
+                stage.replace_sums(update, sums)
         # [2] what partners' same updates wait for
         if partners := self.job.partners.get(own):
             # After [1]: a norm is that of the sums over all replicas.
-            news = self.device.give(stage.news())
+            with self.device.working(own):
+                news = self.device.give(stage.news())
             for other in partners:
                 home = self.job.schedule.placement[other]
                 self.transport.send((own, "news", update, other), home, Message(news, 0.0))

@@ -1,7 +1,7 @@
 """A device that runs torch stages: its clock, payloads to it, and contexts of its actions."""
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
@@ -149,14 +149,22 @@ class CpuDevice(Device):
 class CudaDevice(CpuDevice):
     """A GPU, or a part of it, with its own stream, so that several workers can share it.
 
-    The host runs ahead, so marks of time are events. Two overlapping actions run one after the
-    other: a forward on another stream would write into memory that a backward still reads. What
-    comes from elsewhere is copied on a stream beside that one.
+    The host runs ahead, so marks of time are events. What comes from elsewhere is copied on a
+    stream beside that one. Where actions of two stages overlap, each stage has a stream and so
+    memory of its own: a forward cannot write where another stage's backward still reads.
+
+    of_stages  by stage, their streams, if not all have the worker's
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        of_stages: Mapping[int, torch.cuda.Stream] | None = None,
+    ) -> None:
         super().__init__(device)
-        self.stream, self.computing = stream, stream
+        self.stream, self.computing, self.of_stages = stream, stream, of_stages or {}
+        self.apart, self._all = bool(of_stages), {stream, *self.of_stages.values()}
         self.copies: torch.cuda.Stream | None = None  # if it copies to or from the host
         self._of_caller: Sequence[torch.cuda.Event] = ()
 
@@ -165,10 +173,12 @@ class CudaDevice(CpuDevice):
         # Memory belongs to the stream that it is made on: a version of the weights that is dropped
         # is not free before this stream has read it.
         caller = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(caller)
+        for stream in self._all:
+            stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):
             yield
-        caller.wait_stream(self.stream)  # the modules, which it may change now, have been read
+        for stream in self._all:  # they have read the modules, which the caller may change now
+            caller.wait_stream(stream)
 
     def begin(self, began: float) -> None:
         self._zero = self.now()
@@ -188,8 +198,23 @@ class CudaDevice(CpuDevice):
 
     def wait_for_caller(self, mark: Sequence[torch.cuda.Event]) -> None:
         self._of_caller = mark
-        for event in mark:
-            self.stream.wait_event(event)
+        for stream in self._all:
+            for event in mark:
+                stream.wait_event(event)
+
+    @contextmanager
+    def working(self, stage: int) -> Iterator[None]:
+        before = self.stream, self.computing
+        own = self.stream = self.computing = self.of_stages.get(stage, self.computing)
+        try:
+            with torch.cuda.stream(own) if self.apart else HERE:
+                yield
+        finally:
+            self.stream, self.computing = before
+
+    def follow(self, marks: Iterable[Any]) -> None:
+        for mark in marks if self.apart else ():
+            self.stream.wait_event(mark)
 
     def placed(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:
@@ -259,7 +284,8 @@ class CudaDevice(CpuDevice):
         mark.synchronize()
 
     def finish(self) -> None:
-        self.stream.synchronize()
+        for stream in self._all:
+            stream.synchronize()
 
     def doubt(self, error: BaseException) -> str:
         # cuBLAS and others fail after it with a RuntimeError of their own.
@@ -292,8 +318,8 @@ class CudaDevice(CpuDevice):
 
 
 @cache
-def stream_of(name: str, worker: int) -> torch.cuda.Stream:
-    """The stream of a worker on a GPU or a part of one, the same in every run.
+def stream_of(name: str, worker: int, stage: int | None = None) -> torch.cuda.Stream:
+    """The stream of a worker, or its stage, on a GPU or a part of one, the same in every run.
 
     torch keeps freed memory per stream, and cuBLAS a workspace: with new streams, every run would
     take more of both, and be slow until it has them.
@@ -314,12 +340,16 @@ def receiving_on(gpu: torch.device, owner: Hashable) -> torch.cuda.Stream:
     return torch.cuda.Stream(gpu)
 
 
-def torch_device(name: str, worker: int) -> CpuDevice:
-    """The runtime of a device for a worker by its number. ValueError as for `find_device`."""
+def torch_device(name: str, worker: int, apart: Iterable[int] = ()) -> CpuDevice:
+    """The runtime of a device for a worker by its number. ValueError as for `find_device`.
+
+    apart  stages that overlap with others of this device
+    """
     device = find_device(name)
     if device.type == "cpu":
         return CpuDevice(device)
-    return CudaDevice(device, stream_of(name, worker))
+    streams = {stage: stream_of(name, worker, stage) for stage in apart}
+    return CudaDevice(device, stream_of(name, worker), streams)
 
 
 # ---- random numbers

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,6 +31,7 @@ from pipelab.runtime.torch.names import device_names, find_device, find_part, na
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, make_optimizer
 from pipelab.runtime.worker import Job
+from pipelab.table.action import HOST
 from pipelab.table.schedule import Schedule
 
 # What notes a stage's tensors is no part of a stage that torch.compile compiles.
@@ -61,34 +63,42 @@ class TorchJob(Job):
         return vars(self) | {"modules": {s: _on_host(of) for s, of in self.modules.items()}}
 
     def home(self) -> CpuDevice:
-        return torch_device(self.device, self.rank)
+        row, overlapped = self.schedule.rows[self.row], self.schedule.overlapped
+        pairs = [(a, b) for a, b in pairwise(row) if b in overlapped and b.kind not in HOST]
+        apart = any(a.stage != b.stage for a, b in pairs)
+        return torch_device(self.device, self.rank, {a.stage for a in row} if apart else ())
 
     def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
         made = {}
         for s, module in self.modules.items():
-            # Every rank trains copies: the caller's modules stay as they are.
-            (copied,) = copies_of([module])
-            copied.to(home.device)
-            made[s] = TorchStage(
-                copied,
-                home,
-                self.options,
-                first=self.schedule.ends(s)[0],
-                last=self.schedule.ends(s)[1],
-                ties=self.ties[s],
-                start=self.start.get(s),
-                draws=self.draws,
-                names=self.names[s],
-                copies=self.schedule.copies_of(s),
-                slices=self.schedule.per_sequence,
-            )
+            with home.working(s):
+                made[s] = self._stage(s, module, home)
             if self.options.save:  # tell now, and not after the training
                 checkpoint.packed(s, made[s].optimizer_state())
         return made
 
+    def _stage(self, s: int, module: nn.Module, home: CpuDevice) -> TorchStage:
+        # Every rank trains copies: the caller's modules stay as they are.
+        (copied,) = copies_of([module])
+        copied.to(home.device)
+        return TorchStage(
+            copied,
+            home,
+            self.options,
+            first=self.schedule.ends(s)[0],
+            last=self.schedule.ends(s)[1],
+            ties=self.ties[s],
+            start=self.start.get(s),
+            draws=self.draws,
+            names=self.names[s],
+            copies=self.schedule.copies_of(s),
+            slices=self.schedule.per_sequence,
+        )
+
     def prepare(self, stages: dict[int, TorchStage]) -> None:
-        for stage in stages.values():  # on the worker's own stream, with its own handle of cuBLAS
-            warm_up(stage.device)
+        for s, stage in stages.items():  # on its own stream, with its own handle of cuBLAS
+            with stage.device.working(s):
+                warm_up(stage.device)
 
     def after(
         self, order: Order, stages: dict[int, TorchStage], transport: Any

@@ -20,12 +20,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpu.cases import CASES
-from pipelab import RunError, Trainer, make, run
+from pipelab import RunError, Schedule, Trainer, make, run
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch, Order
 from pipelab.runtime.torch import device, groups, processes, ranks, weights, wing
 from pipelab.table.action import HOST
 from tests.runtime.test_run import SGD, batches, stages
+from tests.runtime.torch.test_overlapped import OVERLAPPED
 
 CPU = torch.device("cpu")
 ELSEWHERE = torch.device("cpu:0")  # as another device than that of all tensors
@@ -122,7 +123,11 @@ def cuda(monkeypatch, request):
     monkeypatch.setattr(
         wing,
         "torch_device",
-        lambda _, rank: device.CudaDevice(request.param, device.stream_of("cpu", rank)),
+        lambda _, rank, apart: device.CudaDevice(
+            request.param,
+            device.stream_of("cpu", rank),
+            {stage: device.stream_of("cpu", rank, stage) for stage in apart},
+        ),
     )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
@@ -263,6 +268,41 @@ def test_the_host_is_two_steps_ahead_at_most_and_memory_with_it(cuda, monkeypatc
         run(table, model, [(x, x)], F.mse_loss, SGD, check=False)
         peaks[-1] -= 2 * x.nbytes  # the data stay
     assert 0 < peaks[1] == peaks[0]
+
+
+@here
+def test_overlapping_actions_of_two_stages_wait_for_what_came_before_and_not_for_each_other(
+    cuda, monkeypatch
+):
+    marks = []
+    real = device.CudaDevice.now
+
+    def now(self):
+        event = real(self)
+        marks.append((self.stream, event.clock))
+        return event
+
+    monkeypatch.setattr(device.CudaDevice, "now", now)
+    table = Schedule.from_grid("0F0 1F0 0F1+1B0 0B0 1F1 1B1 0B1")
+    done = run(table, stages(2), batches(1), F.mse_loss, SGD)
+    assert done.check.passed
+    order = ["0F0", "1F0", "1B0", "0F1", "0B0"]  # the backward of a pair is launched first
+    spans = {name: marks[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(order)}
+
+    def after(later, earlier):
+        """Whether the start of the one comes after the end of the other."""
+        (_, start), (stream, end) = spans[later][0], spans[earlier][1]
+        return start[stream] >= end[stream]
+
+    assert after("1F0", "0F0") and after("1B0", "1F0") and after("0F1", "1F0")
+    assert not after("0F1", "1B0") and not after("1B0", "0F1")
+    assert after("0B0", "0F1") and after("0B0", "1B0")
+
+
+@pytest.mark.parametrize("table", OVERLAPPED, ids=lambda table: table.name)
+def test_overlapped_tables_train_on_streams_as_one_device_does(table, cuda):
+    done = run(table, stages(table.stages), batches(table.batches), F.mse_loss, SGD)
+    assert done.check.passed, done.check
 
 
 @here

@@ -200,7 +200,7 @@ def test_a_run_goes_to_the_parts_that_its_devices_name(machine, monkeypatch):
     machine(Driver())
     taken = {}
 
-    def on_cpu(name, worker):
+    def on_cpu(name, worker, apart):
         taken[worker] = names.find_part(name)
         return real("cpu", worker)
 
