@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from pipelab import Schedule
-from pipelab.measure.trace import read_bytes
 from pipelab.optimize.cut import Profile
-
-LARGEST_FILE = 2**26  # bytes of a table or a profile
+from pipelab.runtime.reading import at_once, read_bytes
 
 
 def read_file(name: str, understood: Callable[[str], Any]) -> Any:
     """A file's text, as `read` reads it; an error names the file."""
     try:
-        content = read_bytes(name, LARGEST_FILE)
+        content = read_bytes(name)
         return understood(content.decode("utf-8-sig"))  # a byte-order mark is no text
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not text") from None
@@ -51,7 +49,9 @@ def check_targets(**targets: str | None) -> None:
         if option in ("save", "out"):  # they make the folders above them
             if not targets[option]:
                 raise ValueError(f"--{option} '': give the name of a folder")
-            home = next(folder for folder in path.resolve().parents if folder.exists())
+            if path.exists() and not path.is_dir():
+                raise ValueError(f"--{option} {path} exists and is not a folder: name a new one")
+            home = next(folder for folder in _real(path).parents if folder.exists())
         elif path.is_dir():
             raise ValueError(f"--{option} {path} is a folder: name a file")
         elif path.is_symlink() and path.is_file():
@@ -60,7 +60,9 @@ def check_targets(**targets: str | None) -> None:
                 "replace it"
             )
         else:
-            home = path.resolve().parent
+            home = _real(path).parent
+        if path.is_symlink() and _real(path).is_symlink():
+            raise ValueError(f"--{option} {path} is a link to itself: name another place")
         if option == "plot":
             _check_format(path)
         if path.exists() and not path.is_file() and not path.is_dir():  # such as /dev/stdout
@@ -74,9 +76,14 @@ def check_targets(**targets: str | None) -> None:
                 f"--{option} {path}: cannot write in {home} ({error.strerror}): name another place"
             ) from None
     for (a, one), (b, other) in combinations(paths.items(), 2):
-        folders = one.resolve(), other.resolve()
+        folders = _real(one), _real(other)
         if Path(os.path.commonpath(folders)) in folders:
             raise ValueError(f"--{a} {one} and --{b} {other} overlap: name two places")
+
+
+def _real(path: Path) -> Path:
+    """Where links lead to; the path itself if they lead in a circle."""
+    return Path(os.path.realpath(path))
 
 
 def _check_format(path: Path) -> None:
@@ -96,15 +103,16 @@ def write(name: str | None, save: Callable[[Path], Any]) -> None:
     if name is None:
         return
     path = Path(name)
-    target = path.resolve()
+    target, device = _real(path), path.exists() and not path.is_file()  # such as /dev/stdout
     try:
-        if path.exists() and not path.is_file():  # such as /dev/stdout
-            save(path)
-            return
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            draft = Path(folder, target.name)
+        with tempfile.TemporaryDirectory(dir=None if device else target.parent) as folder:
+            draft = Path(folder, path.name if device else target.name)
             save(draft)
-            draft.replace(target)
+            if not device:
+                draft.replace(target)
+                return
+            with open(path, "wb", opener=at_once) as file:
+                file.write(draft.read_bytes())
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -112,7 +120,7 @@ def write(name: str | None, save: Callable[[Path], Any]) -> None:
 
 
 def write_text(name: str | None, text: Callable[[], str]) -> None:
-    write(name, lambda path: path.write_text(text()))
+    write(name, lambda path: path.write_text(text(), encoding="utf-8"))
 
 
 def write_figure(name: str | None, draw: Callable[[], Any]) -> None:

@@ -27,7 +27,8 @@ def start_lines(answer: Answer) -> list[str]:
     job = f"run {table} --model gpt2 --balance {balance}{again}"
     job += f" --replicas {r}" if r > 1 else ""
     # As many ranks on each node; `--` since torchrun would read --virtual as one of its own.
-    node = max(n for n in range(1, answer.problem.machine.node + 1) if p * r % n == 0)
+    most = min(answer.problem.machine.node, p * r)
+    node = max(n for n in range(1, most + 1) if p * r % n == 0)
     meet = "--rdzv-backend c10d --rdzv-endpoint NODE0:29500 --rdzv-id job"
     nodes = f" --nnodes {p * r // node} {meet}" if p * r > node else ""
     lines = [

@@ -46,7 +46,7 @@ def small_model(
     import torch
     from torch.nn import functional as F
 
-    from pipelab.models import mlp
+    from pipelab.models import data, mlp
 
     torch.manual_seed(seed)
     count = count or (sum(balance) if isinstance(balance, tuple) else None)
@@ -58,9 +58,9 @@ def small_model(
         loss, layers = F.mse_loss, mlp(layers=count or 2 * schedule.model_stages, width=width)
         if dropout:
             layers = [torch.nn.Sequential(layer, torch.nn.Dropout(dropout)) for layer in layers]
+        data.check_size(schedule.batches, size, width)
         batches = [tuple(torch.randn(2, size, width)) for _ in range(schedule.batches)]
     else:
-        from pipelab.models import data
         from pipelab.models.gpt2 import gpt2, next_token_loss
 
         loss, blocks = next_token_loss, (count or max(6, schedule.model_stages + 2)) - 2

@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from socket import gethostname
+from stat import S_ISREG
 from typing import Any
 from uuid import uuid4
 
 from pipelab.runtime.drafts import made, writing
+from pipelab.runtime.reading import regular
 
 LOSSES = "losses.json"
 LOCK, DRAFT = ".pipelab.lock", ".pipelab-losses.draft"
@@ -54,7 +56,7 @@ class TrainingFolder(AbstractContextManager):
         if not os.path.lexists(file):
             return
         try:
-            found = json.loads(file.read_text())
+            found = json.loads(regular(file).read_text())
             name, losses = found["name"], list(map(float, found["losses"]))
             owner = found.get("owner", self.owner)
             if not re.fullmatch("[0-9a-f]{32}", owner):
@@ -165,6 +167,9 @@ def _taken(path: Path) -> Any:
     while True:
         with writing(path):
             file = open(path, "a+", opener=opener)  # noqa: SIM115 (closed by who has it)
+        if not S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe, say, which would be waited for
+            file.close()
+            raise ValueError(f"{path} is not a file: remove it")
         file.seek(0)
         owner = file.read()
         try:

@@ -5,10 +5,8 @@ trace, or a CSV of spans becomes a measured `Timeline`: its table is rebuilt fro
 """
 
 import csv
-import gzip
 import json
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,12 +16,12 @@ from typing import Any
 from pipelab.measure.kineto import Rank, read_rank
 from pipelab.measure.rebuild import Recorded, check_stage_numbers, checked, rebuilt_timeline
 from pipelab.predict.timeline import Timeline
+from pipelab.runtime.reading import CUT_OFF, read_bytes
 from pipelab.table.action import LARGEST, Action
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import validate
 
 LARGEST_TRACE = 2**28  # bytes, unfolded; as Python's objects they take ten times as many
-CUT_OFF = "cut off, or neither JSON nor CSV"
 BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError, csv.Error)
 
 
@@ -143,22 +141,6 @@ def _content(file: Path) -> Any:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{CUT_OFF}: {error}") from None
     return {"traceEvents": found} if isinstance(found, list) else found  # Chrome reads that, too
-
-
-def read_bytes(path: str | Path, most: int) -> bytearray:
-    """The content of a file, which may be gzipped; ValueError as soon as it is too large."""
-    found = bytearray()
-    with open(path, "rb") as file:
-        zipped = file.peek(2)[:2] == b"\x1f\x8b"
-        source = gzip.GzipFile(fileobj=file) if zipped else file
-        try:
-            while part := source.read(2**20):
-                found += part
-                if len(found) > most:
-                    raise ValueError(f"more than {most:,} bytes: give a smaller file")
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{CUT_OFF}: {error}") from None
-    return found
 
 
 def _whole(content: Any, schedule: Schedule | str | None) -> Timeline | None:

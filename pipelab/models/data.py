@@ -66,6 +66,14 @@ def corpus(vocabulary: int = 1024, prose: str | None = None) -> Corpus:
     )
 
 
+def check_size(count: int, size: int, length: int) -> None:
+    """ValueError for more numbers in `count` batches of (size, length) than fit in memory."""
+    if count * size * length > MOST:
+        raise ValueError(
+            f"{count} batches of {size} samples of {length}: give at most {MOST:,} numbers in all"
+        )
+
+
 def batches(
     tokens: Tensor, count: int, size: int, length: int, seed: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
@@ -73,10 +81,7 @@ def batches(
 
     Passages from random places; the target is one token later.
     """
-    if count * size * (length + 1) > MOST:
-        raise ValueError(
-            f"{count} batches of {size} samples of {length}: give at most {MOST:,} tokens in all"
-        )
+    check_size(count, size, length + 1)
     if len(tokens) <= length:
         raise ValueError(f"samples of {length} of {len(tokens)} tokens: give more text")
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length, (count, size))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from pipelab.predict.costs import CostError, Costs
 from pipelab.predict.simulate import delays, durations, waits
-from pipelab.table.action import check_counts
+from pipelab.table.action import LARGEST_NUMBER, check_counts
 from pipelab.table.schedule import Schedule
 
 MOST = 200_000  # actions that are drawn for a step: of more replicas as many as that are
@@ -42,6 +42,10 @@ class Faults:
             value = getattr(self, name)
             if not least <= value < math.inf:
                 raise CostError(f"{name}={value!r}: give a number of at least {least:g}")
+            if value > LARGEST_NUMBER:
+                raise CostError(f"{name}={value!r}: give at most {LARGEST_NUMBER:g}")
+        if LARGEST_NUMBER < self.between < math.inf:
+            raise CostError(f"between={self.between!r}: give at most {LARGEST_NUMBER:g}, or inf")
         if not self.between > self.write + self.restart:
             raise CostError(
                 f"between={self.between!r}: give more than the {self.write + self.restart:g} s of "

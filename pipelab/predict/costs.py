@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
-from pipelab.table.action import check_counts
+from pipelab.table.action import LARGEST_NUMBER, SMALLEST_NUMBER, check_counts
 from pipelab.table.placement import check_placement, loop_placement
 from pipelab.table.table import Table
 
@@ -277,11 +277,17 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
         raise CostError(f"{name}={value!r}: give one number, or one per {each}") from None
     widths = ("bandwidth", "host")
     positive = name in (*widths, "speed")
+    if not positive:  # what is smaller is nothing, as a difference that only rounding made
+        numbers = tuple(0.0 if 0 < x < SMALLEST_NUMBER else x for x in numbers)
     for x in numbers:
         small = x <= 0 if positive else x < 0
         if small or math.isnan(x) or (x == math.inf and name not in widths):
             least = "positive numbers" if positive else "numbers of at least 0"
             raise CostError(f"{name}={value!r}: give {least}, one in all or one per stage")
+        if LARGEST_NUMBER < x < math.inf or (positive and x < SMALLEST_NUMBER):
+            raise CostError(
+                f"{name}={value!r}: give numbers from {SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g}"
+            )
     if name == "attention" and max(numbers, default=0) > 1:
         raise CostError(f"attention={value!r}: give a share of the seconds, 0 to 1")
     if several and name in (*widths, "overhead", "attention"):

@@ -36,7 +36,8 @@ def made(folder: Path) -> Iterator[None]:
     """The folder, with its parents; new ones that stay empty are removed afterwards."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         yield
     finally:
         for path in missing:

@@ -3,6 +3,7 @@
 evaluate: the forwards alone.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,8 +211,8 @@ def new_folder(name: str, folder: str | Path | None) -> Path | None:
     """The folder to write to, which must be new or empty, else ValueError."""
     if folder is None:
         return None
-    path = Path(folder).resolve()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    path = Path(os.path.realpath(folder))
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
             f"{name}={str(folder)!r} exists and is not an empty folder: name a new one"
         )

@@ -156,6 +156,10 @@ def _with_updates(row: list[Action], per_update: int) -> list[Action]:
     return [cell for i, action in enumerate(row) for cell in (action, *after.get(i, ()))]
 
 
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-100, 1e100
+"""Of costs: products and quotients of three such numbers, and ten million of those, are finite."""
+
+
 def check_counts(**values: int) -> list[int]:
     """The counts as Python ints; ScheduleError for one that is not a whole number >= 1."""
     for name, value in values.items():

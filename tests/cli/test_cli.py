@@ -524,7 +524,7 @@ def test_export_writes_a_folder_and_says_how_to_start(capsys, tmp_path):
         (f"export {SMALL} --out .", ". already exists: name a new folder"),
         (f"export {SMALL} --out link", "link already exists: name a new folder"),
         (f"export {SMALL} --out file/new", "there is no folder file"),
-        (f"run {SMALL} --save file", "save='file' exists and is not an empty folder"),
+        (f"run {SMALL} --save file", "--save file exists and is not a folder: name a new one"),
     ],
 )
 def test_export_leaves_nothing_behind_an_error(capsys, line, problem, tmp_path, monkeypatch):

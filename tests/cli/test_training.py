@@ -546,3 +546,12 @@ def test_a_folder_that_does_not_fit(line, said, capsys, tmp_path):
     line = line.format(folder=tmp_path / "folder", small=tmp_path / "small")
     assert main(line.split()) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["losses.json", LOCK, "step_000002/checkpoint.json"])
+def test_a_pipe_in_the_folder_is_not_waited_for(name, tmp_path):
+    next(train(*setting(), tmp_path, every=2, seed=3, check=False))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=r"(is|it is) not a file"):
+        next(train(*setting(), tmp_path, every=2, seed=3, check=False))

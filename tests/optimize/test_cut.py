@@ -472,11 +472,11 @@ def test_stages_of_a_branched_graph_are_named(tmp_path, capsys):
     [
         (
             '{"layers": [{"name": "a", "forward": "x"}]}',
-            "not a profile: give an object with layers",
+            "layer 'a' has forward='x': give at least 0, at most 1e+100",
         ),
         (
             '{"layers": [{"name": "a", "weights": null}]}',
-            "not a profile: give an object with layers",
+            "layer 'a' has weights=None: give at least 0",
         ),
     ],
 )

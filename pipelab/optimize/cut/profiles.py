@@ -1,19 +1,19 @@
 """Profiles of a model's layers: times, bytes, and which layer reads which."""
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from pipelab.predict.costs import PASSES, Costs
-from pipelab.table.action import check_counts
+from pipelab.table.action import LARGEST_NUMBER, check_counts
 
 NUMBERS = (*PASSES, "weights", "activations", "output")
 MOST_LAYERS = 5000  # a cut looks at all pairs
@@ -75,10 +75,14 @@ class Profile:
         if self.samples is not None:
             check_counts(samples=self.samples)
         for layer in self.layers:
-            for name in NUMBERS:
-                if not 0 <= getattr(layer, name) < math.inf:
+            for name in (*NUMBERS, "weight_activations"):
+                value = getattr(layer, name)
+                if value is None and name not in NUMBERS:
+                    continue
+                if not isinstance(value, Real) or not 0 <= float(value) <= LARGEST_NUMBER:
                     raise ValueError(
-                        f"layer {layer.name!r} has {name}={getattr(layer, name)!r}: give at least 0"
+                        f"layer {layer.name!r} has {name}={value!r}: give at least 0, at most "
+                        f"{LARGEST_NUMBER:g}"
                     )
         for a, b in self.edges:
             if not 0 <= a < b < len(self.layers):

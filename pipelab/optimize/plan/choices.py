@@ -15,7 +15,7 @@ from pipelab.optimize.plan.machine import Machine
 from pipelab.optimize.plan.repeat import shorter
 from pipelab.optimize.plan.transformer import Transformer
 from pipelab.predict.costs import PASSES, Costs, Recompute
-from pipelab.table.action import ScheduleError, check_counts
+from pipelab.table.action import LARGEST_NUMBER, ScheduleError, check_counts
 from pipelab.table.placement import loop_placement, v_placement
 
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
@@ -170,9 +170,10 @@ class Problem:
             raise ScheduleError(f"schedule {strange[0]!r} cannot be used in plans: use {known}")
         if self.zero not in (None, 0, 1, 3):
             raise ValueError(f"zero={self.zero}: give 0, 1 or 3")
-        if self.optimizer is not None and not 0 <= self.optimizer < math.inf:
+        if self.optimizer is not None and not 0 <= self.optimizer <= LARGEST_NUMBER:
             raise ValueError(
-                f"optimizer={self.optimizer}: give bytes per byte of weights, at least 0"
+                f"optimizer={self.optimizer}: give bytes per byte of weights, at least 0, at most "
+                f"{LARGEST_NUMBER:g}"
             )
         self._check_shared()
         defaults = (7.0, 1) if isinstance(self.model, Transformer) else (2.0, 0)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipelab.table.action import LARGEST_NUMBER, SMALLEST_NUMBER
+
 MAY_BE_ZERO = ("latency", "overhead", "narrow")
 
 
@@ -46,13 +48,19 @@ class Machine:
     def __post_init__(self) -> None:
         vars(self).update(inside=self.inside or self.bandwidth, spine=self.spine or self.bandwidth)
         for name, value in vars(self).items():
-            if name not in ("name", "fitted") and not (
-                value > 0 or (value == 0 and name in MAY_BE_ZERO)
-            ):
-                least = "of at least 0" if name in MAY_BE_ZERO else "above 0"
+            if name in ("name", "fitted"):
+                continue
+            zero = name in MAY_BE_ZERO
+            if not (value > 0 or (value == 0 and zero)):
+                least = "of at least 0" if zero else "above 0"
                 raise ValueError(f"{name}={value} of {self.name}: give a number {least}")
-            if value == math.inf and name in MAY_BE_ZERO:
+            if zero and value == math.inf:
                 raise ValueError(f"{name}=inf of {self.name}: give a finite number")
+            smallest = 0.0 if zero else SMALLEST_NUMBER
+            if not smallest <= value <= LARGEST_NUMBER and value != math.inf:
+                raise ValueError(
+                    f"{name}={value} of {self.name}: give {smallest:g} to {LARGEST_NUMBER:g}"
+                )
         if self.share > 1:
             raise ValueError(f"share={self.share} of {self.name}: give at most 1")
 

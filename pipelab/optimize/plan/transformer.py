@@ -35,6 +35,7 @@ from pipelab.table.action import check_counts
 
 KEEP = ("all", "selective", "full")  # what is kept of a layer from its forward to its backward
 MOST_LAYERS = 2000  # that a plan can cut
+LARGEST_SIZE = 2**53  # a float holds every whole number up to here
 
 
 class Latent(NamedTuple):
@@ -111,6 +112,11 @@ class Transformer:
                     f"head_size={self.head_size}: latent attention has widths of its own; give one "
                     "of the two"
                 )
+        sizes = {name: size for name, size in vars(self).items() if isinstance(size, int)}
+        sizes |= {"dense": max(self.dense, default=0), "latent": max(self.latent or (0,))}
+        for name, size in sizes.items():
+            if size > LARGEST_SIZE:
+                raise ValueError(f"{name}={size}: give at most {LARGEST_SIZE:,}")
         if len(self.dense) > self.layers:
             raise ValueError(
                 f"dense has {len(self.dense)} widths, but there are {self.layers} layers: give at "

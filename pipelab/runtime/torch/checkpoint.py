@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipelab.runtime.batches import kind_of
 from pipelab.runtime.drafts import writing
+from pipelab.runtime.reading import regular
 from pipelab.runtime.torch.names import layers_in
 from pipelab.runtime.torch.recut import recut
 from pipelab.runtime.torch.state import StageState, differ
@@ -51,7 +52,7 @@ class Index:
     def read(cls, folder: Path) -> "Index":
         """ValueError for a folder without a checkpoint, or with a changed one."""
         try:
-            content = json.loads((folder / INDEX).read_text())
+            content = json.loads(regular(folder / INDEX).read_text())
             digest = content.pop("digest")
             index = cls(**content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -146,10 +147,8 @@ def load_stage(folder: Path, stage: int, index: Index) -> StageState:
     """Read a stage's file. ValueError if it was changed."""
     path = _file(folder, stage)
     try:
-        if path.exists() and not path.is_file():  # a pipe, say, which would be waited for
-            raise ValueError("it is not a file")
         # Before anything in it is unpickled.
-        if _digest(path) != index.digests[stage]:
+        if _digest(regular(path)) != index.digests[stage]:
             raise ValueError("its content was changed")
         state = StageState(**torch.load(path, weights_only=True))
         if not _is_sound(state):
@@ -179,7 +178,7 @@ def load_loader(folder: Path) -> Any:
     if not path.exists():
         return None
     try:
-        content = path.read_bytes()
+        content = regular(path).read_bytes()
         digest, state = content[: sha256().digest_size], content[sha256().digest_size :]
         if digest != sha256(state).digest():
             raise ValueError("its content was changed")

@@ -156,7 +156,7 @@ class TorchWing(Wing):
 
     def _resume(self, folder: Path) -> int | None:
         """Go on from a checkpoint; returns its seed."""
-        path, endless = folder.resolve(), self.options.endless
+        path, endless = Path(os.path.realpath(folder)), self.options.endless
         index = Index.read(path)
         index.check_fits(path, self.schedule, endless)
         self.begun = index.batch
