@@ -162,14 +162,15 @@ def _taken(path: Path) -> Any:
     """The lock's file. ValueError if another process has it; the kernel frees a dead one's."""
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+        found = os.open(name, flags | os.O_NOFOLLOW, 0o666)
+        if not S_ISREG(os.fstat(found).st_mode):  # a pipe, say, which would be waited for
+            os.close(found)
+            raise ValueError(f"{path} is not a file: remove it")
+        return found
 
     while True:
         with writing(path):
             file = open(path, "a+", opener=opener)  # noqa: SIM115 (closed by who has it)
-        if not S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe, say, which would be waited for
-            file.close()
-            raise ValueError(f"{path} is not a file: remove it")
         file.seek(0)
         owner = file.read()
         try:

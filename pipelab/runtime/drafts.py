@@ -52,4 +52,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         target = path.with_name(re.sub(r"^\.(.+)\.\w+\.draft$", r"\1", path.name))
-        raise OSError(error.errno, f"{target} could not be written: {error.strerror}") from None
+        raise OSError(
+            error.errno, f"{target} could not be written: {error.strerror or error}"
+        ) from None
