@@ -12,12 +12,22 @@ from threading import Event, Thread
 from typing import Any
 
 from pipelab.runtime import clock
-from pipelab.runtime.threads import BEFORE, LOOK, Digests, Threads, no_progress, place
+from pipelab.runtime.threads import (
+    BEFORE,
+    LOOK,
+    LOOKS,
+    Digests,
+    Looked,
+    Threads,
+    no_progress,
+    place,
+)
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job, Outcome, RunError, told
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
+READING = "fit", "evaluate"  # calls for the next batch
 STARTING = 300.0  # seconds that others may take for what comes before actions, such as compiling
 
 
@@ -231,19 +241,27 @@ class Cluster(Threads):
                 raise self._not_called(number) from None
             if others == call:
                 return value
+            if others == LOOKS and early:
+                self._withdraw()
+                raise Looked
             # An interrupt may have kept the other from its call: it makes this one later, or the
-            # same interrupt ends this one here.
-            given_up = min(given_up, time.monotonic() + (LOOK if early else LEAVING))
+            # same interrupt ends this one here, which then is one that reads.
+            patience = LOOK if call in READING else LEAVING
+            given_up = min(given_up, time.monotonic() + patience)
             if time.monotonic() > given_up:
-                # Withdrawn, not dropped: another may be about to read it.
-                self.give(f"{self.meeting}/{self._given}/{self.me}", None)
-                self._given -= 1
+                self._withdraw()
                 raise self.refusal(
                     f"process {number} is at {others}, but process {self.me} at {call}: make the "
                     "same calls in all"
                 )
             self.watch()
             time.sleep(LOOK / 10)
+
+    def _withdraw(self) -> None:
+        """Take this process's last value back, so that it can make another call."""
+        # Not dropped: another may be about to read it.
+        self.give(f"{self.meeting}/{self._given}/{self.me}", None)
+        self._given -= 1
 
     def _value(self, name: str, seconds: float = math.inf) -> Any:
         """What another process gives; waits so long for it. RunError if any process fails."""

@@ -20,6 +20,11 @@ LOOK = 0.25  # seconds between two looks at how far others are
 Orders = SimpleQueue[Order | None]  # None is the end
 Digests = Callable[[], Mapping[str, str | None]]
 STARTS, BEFORE, AFTER = -1, -2, -3  # marks of a rank around its actions
+LOOKS = "a look at a step"  # a call that only some processes make: the others join them
+
+
+class Looked(Exception):
+    """Another process makes the call LOOKS, which comes first; then repeat the call."""
 
 
 class RankJob(Protocol):
@@ -73,7 +78,8 @@ class Threads(AbstractContextManager):
         """The values of all processes, in their order; all call this.
 
         call   its purpose, the same in all; else ValueError
-        early  nothing has been done for it yet: it can be repeated, and others have `timeout`
+        early  nothing has been done for it yet: it can be repeated, and others have `timeout`;
+               raises Looked where others make the call LOOKS
         """
         return [value]
 

@@ -1,7 +1,8 @@
 """The bar of a training: its loss, its speed, and the time left."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
 from typing import Any
@@ -24,6 +25,21 @@ def showing(total: float) -> Iterator[Callable[[Any], None]]:
             bar.update()
 
         yield show
+
+
+def shown_late(steps: Iterable[Any], show: Callable[[Any], None]) -> Iterator[Any]:
+    """The same steps; each is shown once it is known, so that nothing waits for the bar."""
+    hidden: deque[Any] = deque()
+    try:
+        for step in steps:
+            hidden.append(step)
+            while hidden and hidden[0].known:
+                show(hidden.popleft())
+            yield step
+    finally:
+        for step in hidden:
+            if step.known:
+                show(step)
 
 
 def say(*values: Any) -> None:

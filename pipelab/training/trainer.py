@@ -19,21 +19,34 @@ from pipelab.runtime.prepare import Segment
 from pipelab.runtime.result import norms_and_rates
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
+from pipelab.runtime.threads import LOOKS, Looked
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.wings import wing_of
 from pipelab.runtime.worker import RunError, told
 from pipelab.table.schedule import Schedule
 from pipelab.training.endless import Endless
 from pipelab.training.evaluation import Evaluation
-from pipelab.training.progress import say, showing
+from pipelab.training.progress import say, showing, shown_late
 
 END = object()
 
 
-class TrainedBatch(NamedTuple):
-    """What is known about a batch once its update is made.
+class Result(NamedTuple):
+    """What is known about a batch once its update is made: see `TrainedBatch`."""
 
-    number   of batches up to and including it, from the beginning of the training
+    loss: float
+    seconds: float
+    check: Check | None
+    counted: float
+    norm: float
+    rates: Sequence[float]
+
+
+class TrainedBatch:
+    """A batch that training has begun with. Whoever reads its results waits until they are known.
+
+    number   of batches up to and including it, from the beginning of the training; never waits
+    known    whether all of the following is known, so that reading it does not wait
     loss     the mean over the whole batch; `counted`: over how many samples, or tokens if the loss
              tells them
     seconds  since the batch before, or since it was read if that was later
@@ -42,13 +55,45 @@ class TrainedBatch(NamedTuple):
     rates    the learning rates of that update: see `Run`
     """
 
-    number: int
-    loss: float
-    seconds: float
-    check: Check | None
-    counted: float
-    norm: float
-    rates: Sequence[float]
+    def __init__(self, number: int, wait: Callable[[int], None]) -> None:
+        """`wait` makes the results known, or raises RunError."""
+        self.number = number
+        self._wait = wait
+        self._result: Result | None = None
+
+    @property
+    def known(self) -> bool:
+        return self._result is not None
+
+    @property
+    def loss(self) -> float:
+        return self._known().loss
+
+    @property
+    def counted(self) -> float:
+        return self._known().counted
+
+    @property
+    def seconds(self) -> float:
+        return self._known().seconds
+
+    @property
+    def check(self) -> Check | None:
+        return self._known().check
+
+    @property
+    def norm(self) -> float:
+        return self._known().norm
+
+    @property
+    def rates(self) -> Sequence[float]:
+        return self._known().rates
+
+    def _known(self) -> Result:
+        if self._result is None:
+            self._wait(self.number)
+        assert self._result is not None
+        return self._result
 
     def __str__(self) -> str:
         ends = sorted({*self.rates})[:: max(len({*self.rates}) - 1, 1)]  # the least and the most
@@ -138,7 +183,9 @@ class Trainer(AbstractContextManager):
         self._under_way: deque[Data | None] = deque()
         self._losses: dict[int, dict[tuple[int, int], Any]] = {}  # [batch][replica, micro-batch]
         self._updates: dict[int, dict[int, dict[int, Update]]] = {}  # [number][stage], by number
-        self._ready: deque[TrainedBatch] = deque()
+        self._new: deque[TrainedBatch] = deque()  # that `fit` has not yielded
+        self._steps: dict[int, TrainedBatch] = {}  # by number, those without results
+        self._interrupted = False  # while a result was waited for
         self._times: dict[int, float] = {}  # of batches, when they were read
         self._last = 0.0  # when the latest batch was through
         self._read: dict[int, tuple[Iterator[Any], Any]] = {}  # batches that not all have yet
@@ -150,28 +197,32 @@ class Trainer(AbstractContextManager):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if not error and not self._session.failure:
-                self._empty()
+                self._finish("the end")
                 self._session.launcher.share(None, "the end", early=True)
         except BaseException as failed:
             self._session.__exit__(type(failed), failed, failed.__traceback__)
             raise
         self._session.__exit__(kind, error or self._session.failure, trace)
+        if not error:
+            self._heed()
 
     @property
     def number(self) -> int:
-        """Batches done or in flight, from the beginning of the training."""
+        """Batches trained on, from the beginning of the training."""
         return self._session.done
 
     def fit(
         self, batches: Iterable[Any], steps: int | None = None, *, progress: bool = False
     ) -> Iterator[TrainedBatch]:
-        """Train on these batches, or the first `steps` of them; yields each when it is done.
+        """Train on these batches, or the first `steps` of them; yields each when it has begun.
 
         It ends with the batches: for more epochs call it again, with `rest_of` of their loader.
         With `progress`, a bar shows the loss, the samples or tokens per second, and the time left.
 
-        They are read when the pipeline needs them: the next one is in flight while one is yielded.
-        If the loop is left, it is still trained, and the next `fit` yields it.
+        Inside the loop, `save`, `evaluate`, `weights` and `number` are after the batch that was
+        yielded; the next one is read when the loop goes on. Reading that batch's loss waits for it,
+        as a GPU's `loss.item()` does. Without a flush that empties the pipeline. So at full speed
+        read it a few steps later, or `if step.known`.
 
         A batch with fewer samples than micro-batches is cut into fewer, with an empty pipeline
         before and after it. If the schedule updates within a batch, it is skipped with a warning.
@@ -183,29 +234,19 @@ class Trainer(AbstractContextManager):
             return (yield from found)
         total = len(batches) if isinstance(batches, Sized) else inf
         with showing(min(total, inf if steps is None else steps)) as show:
-            for batch in found:
-                show(batch)
-                yield batch
+            yield from shown_late(found, show)
 
     def _fit(self, iterator: Iterator[Any], left: float) -> Iterator[TrainedBatch]:
-        more = True
         while True:
-            # [1] one batch more than the pipeline needs is under way
-            while more and not self._ready and len(self._under_way) < 2 + self._endless.ahead:
-                more = left > 0 and self._train_on_next(iterator)
-                left -= 1
-            # [2] until the next one is through
-            with self._whole():
-                if not more and self._endless.ahead:
-                    self._empty()
-                elif self._under_way and not self._ready:
-                    self._collect()
-                elif not more:  # without a flush the last updates are still to come
-                    self._empty()
-            while self._ready:
-                yield self._ready.popleft()
-            if not more and self._known == self.number:
-                return
+            # [1] one that has begun; after an interrupt, also one of an earlier call
+            while self._new:
+                yield self._new.popleft()
+            # [2] the next one
+            if not (left > 0 and self._train_on_next(iterator)):
+                break
+            left -= 1
+        with self._whole():
+            self._finish("fit's end")
 
     def evaluate(
         self,
@@ -221,7 +262,7 @@ class Trainer(AbstractContextManager):
         outputs  whether to return the model's outputs of every batch, on the host of process 0
         """
         with self._whole():
-            self._empty()
+            self._finish("evaluate")
         table = self._endless.table.part(0, 1).forward_only()
         evaluation, iterator = Evaluation(), iter(batches)
         while found := self._next(iterator, "evaluate"):
@@ -246,7 +287,7 @@ class Trainer(AbstractContextManager):
         """
         path, wing = new_folder("save", folder), self._session.wing
         with self._whole():
-            self._empty()
+            self._finish("save")
             with wing.saving(path, self.number) as draft:
                 for outcome in self._ask("save", save=draft):
                     if outcome.unsaved:
@@ -280,7 +321,7 @@ class Trainer(AbstractContextManager):
     def weights(self) -> list[Any]:
         """The current weights, a state dict per stage; on several machines a rank's own."""
         with self._whole():
-            self._empty()
+            self._finish("weights")
             found = by_stage(self._ask("weights", report=True), "weights")
             return [found.get(s, {}) for s in range(self._endless.table.model_stages)]
 
@@ -291,12 +332,16 @@ class Trainer(AbstractContextManager):
         found = self._next(iterator, "fit")
         if found and not self._is_too_short(found[1]):
             with self._whole():
+                # One batch more than the pipeline needs is under way.
+                while len(self._under_way) > 1 + self._endless.ahead:
+                    self._collect()
                 self._train_on(*found)
         return found is not None
 
     def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int] | None:
         """The next batch, None where it is not needed here, and its micro-batches; or None."""
         session = self._session
+        self._heed()
         session.wing.check_caller()
         looks = session.wing.looks and not session.started
         if id(iterator) in self._read:  # an interrupt came before it was trained on
@@ -308,7 +353,7 @@ class Trainer(AbstractContextManager):
         with self._whole():
             # What process 0 sees counts: others may not read it.
             known = None if batch is END else self._pieces(batch)
-            pieces, *_ = session.launcher.share(known, call, early=True)
+            pieces = self._meet(call, known)
         del self._read[id(iterator)]
         if pieces is None:
             return None
@@ -338,13 +383,12 @@ class Trainer(AbstractContextManager):
             began = time.perf_counter()
             segment = endless.segment(number, pieces)
             run = session.run(segment, {number: batch}, check=checked)
-            self._begun = self._known = session.done
-            del self._times[number]
+            self._begin_step()
+            self._begun = session.done
             self._last = time.perf_counter()
             seconds = self._last - began - (run.check.seconds if run.check else 0.0)
             known = sum(run.counts), run.norms[-1], run.rates[-1]
-            batch_done = TrainedBatch(number + 1, run.losses[0], seconds, run.check, *known)
-            self._ready.append(batch_done)
+            self._end_step(Result(run.losses[0], seconds, run.check, *known))
             self._updates.clear()
             if run.check and not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
@@ -352,11 +396,23 @@ class Trainer(AbstractContextManager):
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
         session.submit(endless.workload(number, self._begun), data)
         session.done += 1
+        self._begin_step()
         self._under_way.append(data)
         if number == self._first and not (session.wing.draws or endless.ahead):
             # The first forwards show whether they draw random numbers: the next batch, whose
             # reading may draw some from the same generator, is read after them.
             self._collect()
+
+    def _begin_step(self) -> None:
+        step = TrainedBatch(self.number, self._wait_for)
+        self._new.append(step)
+        self._steps[step.number] = step
+
+    def _end_step(self, result: Result) -> None:
+        """Tell the first step without results."""
+        del self._times[self._known]
+        self._known += 1
+        self._steps.pop(self._known)._result = result
 
     def _is_too_short(self, pieces: int) -> bool:
         """Whether a batch with samples for so many micro-batches is left out; tells it if so."""
@@ -394,10 +450,10 @@ class Trainer(AbstractContextManager):
             self._updates = {number: of for number, of in self._updates.items() if number > last}
             (loss,) = mean_losses([found[place] for place in sorted(found)], 1)
             now = time.perf_counter()
-            seconds = now - max(self._last, self._times.pop(self._known))
-            self._known, self._last = self._known + 1, now
+            seconds = now - max(self._last, self._times[self._known])
+            self._last = now
             count = sum(count for _, count in found.values())
-            self._ready.append(TrainedBatch(self._known, loss, seconds, None, count, norm, rates))
+            self._end_step(Result(loss, seconds, None, count, norm, rates))
 
     def _empty(self) -> None:
         """Finish all that is under way."""
@@ -413,22 +469,57 @@ class Trainer(AbstractContextManager):
 
     # ---- whole steps
 
+    def _wait_for(self, number: int) -> None:
+        """Make a step's results known. An interrupt meanwhile is raised by the next call."""
+        with self._whole(later=True):
+            if number in self._steps:
+                self._look(number)
+
+    def _look(self, number: int = 0) -> None:
+        """Wait for the latest step that any process wants to know; all come here meanwhile."""
+        number = max(self._session.launcher.share(number, LOOKS, early=True))
+        if self._endless.ahead:  # what it waits for may not have begun
+            self._empty()
+        while self._under_way and self._known < number:
+            self._collect()
+        if self._known < number:  # its last update is still to come
+            self._empty()
+
+    def _meet(self, call: str, value: Any = None) -> Any:
+        """The value of process 0 for this call, once all processes make it."""
+        while True:
+            try:
+                return self._session.launcher.share(value, call, early=True)[0]
+            except Looked:
+                self._look()
+
+    def _finish(self, call: str) -> None:
+        """Finish all that is under way, once all processes make this call."""
+        if self._steps:
+            self._meet(call)
+        self._empty()
+
     def _ask(self, call: str, **fields: Any) -> list[Any]:
         if not self._session.started:
             raise ValueError("the training has not begun: fit a batch first")
         return self._session.ask(call, **fields)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """A context that an interrupt does not break off; a second one does."""
+    def _whole(self, later: bool = False) -> Iterator[None]:
+        """A context that an interrupt does not break off; a second one does.
+
+        later  whether the next such context, and not this one, raises it
+        """
         if not self._session.ranks:
             raise ValueError("a Trainer works only inside `with Trainer(...) as trainer:`")
         if self._session.failure:
             raise RunError(f"this training has ended: {self._session.failure}")
+        if not later:
+            self._heed()
         with Noted(once=True) as interrupts, self._session.wing.context():
             try:
                 yield
-                if interrupts.seen:
+                if interrupts.seen and not later:
                     self._empty()
             except BaseException as error:
                 if isinstance(error, (KeyboardInterrupt, RunError)):  # the second one, or a failure
@@ -437,7 +528,14 @@ class Trainer(AbstractContextManager):
                     # It came to others, too, who are needed.
                     raise KeyboardInterrupt from error
                 raise
-        if interrupts.seen:
+        self._interrupted |= interrupts.seen and later
+        if interrupts.seen and not later:
+            raise KeyboardInterrupt
+
+    def _heed(self) -> None:
+        """Raise the interrupt that came while a result was waited for."""
+        if self._interrupted:
+            self._interrupted = False
             raise KeyboardInterrupt
 
     def _check_start(self, resume: Any) -> None:

@@ -153,7 +153,7 @@ def test_a_loader_with_workers_shuffling_and_an_uneven_last_batch(backend):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
-def test_batches_are_read_when_they_are_needed(name):
+def test_a_batch_is_read_when_the_loop_goes_on(name):
     read = []
 
     def endless():
@@ -164,19 +164,69 @@ def test_batches_are_read_when_they_are_needed(name):
     one = table(name)
     with Trainer(one, stages(one.stages), F.mse_loss, ADAM) as trainer:
         source = endless()
-        counts = [len(read) for _ in trainer.fit(source, steps=4)]
-        # The first is checked alone; then one is under way, or two where the updates of one end
-        # among the next one's actions.
-        more = name == "pipedream"
-        assert counts == [1, 3 + more, 4, 4]
-        assert trainer.number == len(read) == 4
+        assert [len(read) for _ in trainer.fit(source, steps=4)] == [1, 2, 3, 4]
         for batch in trainer.fit(source):
+            assert trainer.number == batch.number == len(read)
             if batch.number == 6:
                 break
-        assert trainer.number == len(read) == 7 + more  # they were under way
-        rest = [batch.number for batch in trainer.fit(source, steps=1)]
-        assert rest == [7, 8, 9][: 2 + more]
+        assert [batch.number for batch in trainer.fit(source, steps=1)] == [7]
         assert list(trainer.fit([])) == []
+        assert trainer.number == len(read) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {"check": 3}) for name in SCHEDULES),
+        ("pipedream", {"check": False, "backend": "processes"}),
+    ],
+)
+@pytest.mark.parametrize("looks", [True, False])
+def test_at_a_step_all_is_after_its_batch(name, options, looks, tmp_path):
+    # Was: of two batches more, and `number` came twice.
+    data, one = batches(6), table(name)
+    given = dropping(one.stages), F.mse_loss, ADAM
+    wholes = [
+        run(table(name, count), given[0], data[:count], *given[1:], check=False, seed=3)
+        for count in range(1, 7)
+    ]
+    with Trainer(one, *given, seed=3, **options) as trainer:
+        steps = []
+        for step in trainer.fit(data):
+            steps.append(step)
+            assert step.number == trainer.number == len(steps)
+            whole = wholes[step.number - 1]
+            if looks:
+                assert step.loss == whole.losses[-1]
+                assert step.norm == pytest.approx(whole.norms[-1])
+            if step.number in (2, 5):
+                trainer.save(tmp_path / str(step.number))
+                held_out = trainer.evaluate(data[:1])
+                assert equal(trainer.weights, whole.weights)
+        assert all(step.known for step in steps)
+    assert [step.loss for step in steps] == wholes[-1].losses
+    with Trainer(one, *given, check=False, resume=tmp_path / "5") as trainer:
+        assert trainer.number == 5
+        assert trainer.evaluate(data[:1]) == held_out
+        assert [step.loss for step in trainer.fit(data[5:])] == wholes[-1].losses[5:]
+        assert equal(trainer.weights, wholes[-1].weights)
+
+
+def test_a_fit_inside_a_fit_and_two_loaders_by_turns():
+    data, given = batches(6), (stages(3), F.mse_loss, ADAM)
+    whole = run(table("1f1b", 6), given[0], data, *given[1:], check=False)
+    with Trainer(table("1f1b"), *given, check=False) as trainer:
+        steps = []
+        for step in trainer.fit(data[:2]):
+            steps += [step, *trainer.fit([data[2 * step.number]])]  # after 0 comes 2
+            break
+        one, other = trainer.fit(iter(data[1:2])), trainer.fit(data[3:])
+        steps += [next(one), next(other), *one, *other]
+        assert [step.number for step in steps] == [1, 2, 3, 4, 5, 6]
+        weights = trainer.weights
+    order = [data[i] for i in (0, 2, 1, 3, 4, 5)]
+    assert equal(weights, run(table("1f1b", 6), given[0], order, *given[1:], check=False).weights)
+    assert not equal(weights, whole.weights)
 
 
 def test_a_loaders_error_or_a_bad_batch_loses_nothing():
@@ -191,7 +241,7 @@ def test_a_loaders_error_or_a_bad_batch_loses_nothing():
         with pytest.raises(ValueError, match=r"batch 3: its tensors have \[2, 8\] samples"):
             list(trainer.fit([(x[:2], y)]))
         rest = list(trainer.fit(batches(1)))
-        assert [batch.number for batch in rest] == [3, 4]
+        assert [batch.number for batch in rest] == [4]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
@@ -638,6 +688,10 @@ def test_ranks_of_torchrun_make_the_same_calls(tmp_path):
     assert torchrun("fitted.py", tmp_path, ranks=3) == ["ok0", "ok1", "ok2"]
     read = {p.name: p.read_text() for p in tmp_path.glob("read_by_*")}
     assert set(read) == {"read_by_0", "read_by_2"}  # not by the middle of the model
+
+
+def test_one_rank_alone_may_look_at_losses():
+    assert torchrun("looking.py", ranks=3) == ["ok0", "ok1", "ok2"]
 
 
 def test_an_interrupt_while_ranks_wait_for_another_can_be_gone_on_from(tmp_path):
