@@ -13,7 +13,7 @@ from stat import S_ISREG
 from typing import Any
 from uuid import uuid4
 
-from pipelab.runtime.drafts import made, writing
+from pipelab.runtime.drafts import made, sync, write, writing
 from pipelab.runtime.reading import regular
 
 LOSSES = "losses.json"
@@ -113,8 +113,9 @@ class TrainingFolder(AbstractContextManager):
         with writing(self.folder / LOSSES):
             try:
                 draft.unlink(missing_ok=True)  # else a link of that name would be followed
-                draft.write_text(json.dumps(content))
+                write(draft, json.dumps(content).encode())
                 draft.replace(self.folder / LOSSES)
+                sync(self.folder)
             finally:
                 draft.unlink(missing_ok=True)
 

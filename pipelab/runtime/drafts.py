@@ -1,5 +1,10 @@
-"""Folders that are written whole or not at all, and never over existing files."""
+"""Folders that are written whole or not at all, and never over existing files.
 
+What is there after a rename is on the disk: it outlasts a loss of power.
+"""
+
+import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -25,7 +30,9 @@ def draft_of(folder: Path, first: bool = True, token: str = "") -> Iterator[Path
                 # Renaming is one step: a folder is a whole checkpoint, or is not there. An empty
                 # folder of that name is replaced; one that another process has filled is not.
                 with writing(draft):
+                    sync(draft)
                     draft.replace(folder)
+                    sync(folder.parent)
         except BaseException:  # on any rank: then no other can complete it
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -38,11 +45,33 @@ def made(folder: Path) -> Iterator[None]:
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            for path in missing:
+                sync(path.parent)
         yield
     finally:
         for path in missing:
             with suppress(OSError):
                 path.rmdir()
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file to the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Write a folder's names to the disk, where its file system can do so by itself."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(opened)
 
 
 @contextmanager

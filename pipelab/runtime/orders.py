@@ -139,7 +139,7 @@ class Outcome:
     weights  by stage, trained
     unsplit  by stage, if any: see `Run`
     states   by stage, what training continues from
-    unsaved  why their checkpoint could not be written, if so
+    unsaved  why these could not be told, or their checkpoint not be written, if so
     """
 
     row: int

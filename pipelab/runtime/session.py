@@ -241,7 +241,11 @@ class Session(AbstractContextManager):
                         "kind",
                         stacklevel=3,
                     )
-            start = self.states() if check and self.started else wing.start
+            start, untold = wing.start, ""
+            if check and self.started:
+                told = self.ask("the check", state=True)
+                start = by_stage(told, "states")  # only the first process has all
+                untold = next((str(of.unsaved) for of in told if of.unsaved), "")
             data = Data(batches, segment.batches, wing.trees)
             # [2] run, and keep the checkpoint only if all of it could be written
             result: Run | None = None
@@ -273,7 +277,11 @@ class Session(AbstractContextManager):
             if check:
                 # One process has all weights and steps; the others wait here for its verdict.
                 result.check = self.launcher.from_first(
-                    lambda: self._verdict(segment, data, result, outcomes, start, save, check),
+                    lambda: (
+                        Check.not_made(untold)
+                        if untold
+                        else self._verdict(segment, data, result, outcomes, start, save, check)
+                    ),
                     "the check",
                 )
             return result
@@ -289,11 +297,11 @@ class Session(AbstractContextManager):
         check: bool | str,
     ) -> Check:
         began, wing, options = time.perf_counter(), self.wing, self.options
-        states = [start[s] for s in sorted(start)][: segment.table.model_stages]
-        # The steps that the run keeps for the check are in memory by now.
-        room = wing.free() - wing.needed(0)
-        whole, largest = self._kept_of_batch(segment.table, outcomes)
         try:
+            states = [start[s] for s in sorted(start)][: segment.table.model_stages]
+            # The steps that the run keeps for the check are in memory by now.
+            room = wing.free() - wing.needed(0)
+            whole, largest = self._kept_of_batch(segment.table, outcomes)
             found = judge(
                 segment,
                 data,
@@ -394,10 +402,6 @@ class Session(AbstractContextManager):
         """The outcomes of orders without actions, under the name `call`."""
         self.give([Order(**fields) for _ in self.ranks])
         return self.collect(call)
-
-    def states(self) -> dict[int, Any]:
-        """By stage, the state that training continues from; only the first process has all."""
-        return by_stage(self.ask("the check", state=True), "states")
 
     def _jobs(self) -> list[Job]:
         return [

@@ -133,7 +133,7 @@ class Worker:
             while self.step():
                 pass
             outcome = self.outcome()
-            outcome.unsaved = self.job.after(order, self.stages, self.transport)
+            outcome.unsaved = outcome.unsaved or self.job.after(order, self.stages, self.transport)
         for stage in self.stages.values():
             stage.end()
         return outcome
@@ -187,7 +187,10 @@ class Worker:
                 outcome.weights = {s: stage.trained() for s, stage in stages.items()}
             outcome.unsplit = {s: stage.unsplit for s, stage in stages.items() if stage.unsplit}
         if order.state:
-            outcome.states = {s: stage.resume_state() for s, stage in stages.items()}
+            try:
+                outcome.states = {s: stage.resume_state() for s, stage in stages.items()}
+            except Exception as error:  # the training goes on without a check
+                outcome.unsaved = error
         return outcome
 
     def step(self) -> bool:

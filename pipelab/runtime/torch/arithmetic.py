@@ -20,9 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 from pipelab.runtime.batches import samples_of
 from pipelab.runtime.options import Options
+from pipelab.runtime.torch.attributes import load_into_modules
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.names import names_in
-from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, make_optimizer
+from pipelab.runtime.torch.state import (
+    TREES,
+    StageState,
+    copies_of,
+    differ,
+    equal,
+    make_optimizer,
+)
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Sums, Weights
 from pipelab.runtime.verdict.views import AT_ONCE
@@ -88,7 +96,9 @@ class TorchArithmetic(reference.Arithmetic):
         for s, state in enumerate(start):
             self.history[s].update(state.weights)
             for stages_of_replica in self.replicas:
-                for name, buffer in stages_of_replica[s].named_buffers():  # type: ignore[index]
+                copied: Any = stages_of_replica[s]  # type: ignore[index]
+                load_into_modules(copied, state.attributes, partial(TREES.map, self._moved))
+                for name, buffer in copied.named_buffers():
                     buffer.data = self._moved(state.buffers[name])
         # [4] the truth never steps
         self.optimizers = [] if wide else self._make_optimizers()
@@ -99,7 +109,8 @@ class TorchArithmetic(reference.Arithmetic):
     def _make_optimizers(self) -> list[tuple[Any, list[Any]]]:
         """One optimizer for all stages, as without a pipeline, named for each of them.
 
-        One for each where the factory makes different kinds, such as SparseAdam for an embedding.
+        One for each where the factory makes different kinds, such as SparseAdam for an embedding,
+        or they continue from different states of their own.
         """
         factory, names = self.options.optimizer, names_in(self.stages)
         own = [
@@ -107,7 +118,15 @@ class TorchArithmetic(reference.Arithmetic):
             for s, stage in enumerate(self.stages)
         ]
         made = [make_optimizer(factory, [*of], [*of.values()]) for of in own]
-        if self.repeated or len({type(optimizer) for optimizer, _ in made if optimizer}) < 2:
+        told = [state.others for state in self.start if state.kinds]
+        alike = all(equal(others, told[0]) for others in told)
+        if self.repeated and not alike:
+            raise ValueError(
+                "stages with tied weights continue from other states of their optimizers, beside "
+                "those of weights, which one optimizer of all weights cannot have"
+            )
+        kinds = {type(optimizer) for optimizer, _ in made if optimizer}
+        if self.repeated or (alike and len(kinds) < 2):
             every = {p: name for of in own for p, name in of.items()}  # tied ones once
             made = [make_optimizer(factory, [*every], [*every.values()])] * len(made)
         return made

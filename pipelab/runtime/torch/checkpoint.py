@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelab.runtime.batches import kind_of
-from pipelab.runtime.drafts import writing
+from pipelab.runtime.drafts import write, writing
 from pipelab.runtime.reading import regular
 from pipelab.runtime.torch.names import layers_in
 from pipelab.runtime.torch.recut import recut
@@ -112,13 +112,13 @@ def write_index(
         index = Index(done, seed, schedule.asynchronous, table, digests, owner, layers)
         content = asdict(index)
         content["digest"] = _digest_of(content)
-        (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
+        write(folder / INDEX, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def save_stage(folder: Path, stage: int, state: StageState) -> None:
     """Write a stage's file. OSError if that is not possible, ValueError as for `packed`."""
     with writing(folder):
-        _file(folder, stage).write_bytes(packed(stage, state))
+        write(_file(folder, stage), packed(stage, state))
 
 
 def packed(stage: int, state: StageState) -> bytes:
@@ -169,7 +169,7 @@ def save_loader(folder: Path, loader: Any) -> None:
         )
     with writing(folder):
         state = _bytes_of(loader.state_dict(), "a checkpoint cannot hold the loader's state")
-        (folder / LOADER).write_bytes(sha256(state).digest() + state)
+        write(folder / LOADER, sha256(state).digest() + state)
 
 
 def load_loader(folder: Path) -> Any:
@@ -191,6 +191,7 @@ def _is_sound(state: StageState) -> bool:
     """Whether its fields are of their types; another error where one is not even alike."""
     tensors = [state.buffers, *state.weights.values()]
     tables = [state.weights, state.frozen, state.optimizer, *state.optimizer.values()]
+    tables += [state.others, state.attributes]
     return (
         {*map(type, state.weights)} == {int}
         and all(isinstance(t, Tensor) for of in tensors for t in of.values())
@@ -261,11 +262,10 @@ def _check_states(folder: Path, stages: Sequence[nn.Module], states: dict[int, S
                     "give the same model"
                 )
         parts = dict(stages[s].named_modules())
-        for name in state.buffers:
+        for name in (*state.buffers, *state.attributes):
             if name.rpartition(".")[0] not in parts:
                 raise ValueError(
-                    f"buffer {name} of stage {s} is in {folder}, but not in the model: give the "
-                    "same model"
+                    f"{name} of stage {s} is in {folder}, but not in the model: give the same model"
                 )
 
 

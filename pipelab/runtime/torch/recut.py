@@ -89,9 +89,15 @@ def _merged(
     layers = [new.place(s, f"{name}.").layer for name in stage._modules]
     before = sorted({old.local(Place(layer, ""))[0] for layer in layers}) or [0]
     weights: dict[str, Tensor] = {}
+    attributes: dict[str, Any] = {}
     for at in before:
         state = state_of(at)
-        for content, into in ((state.newest(), weights), (state.buffers, buffers)):
+        pairs = (
+            (state.newest(), weights),
+            (state.buffers, buffers),
+            (state.attributes, attributes),
+        )
+        for content, into in pairs:
             for there, value in content.items():
                 to, name = new.local(old.place(at, there))
                 if to == s and name not in names:
@@ -111,7 +117,14 @@ def _merged(
         if there in state_of(at).optimizer
     }
     origin = state_of(before[0]).origin
-    return StageState({version: weights}, buffers, optimizer, origin=origin, frozen=frozen)
+    return StageState(
+        {version: weights},
+        buffers,
+        optimizer,
+        origin=origin,
+        frozen=frozen,
+        attributes=attributes,
+    )
 
 
 def _add_optimizer(
@@ -130,6 +143,11 @@ def _add_optimizer(
         return
     # [1] the saved stages, each with its weights' names of now
     parts = []
+    if any(state_of(at).others for at, _ in sources.values()):
+        raise ValueError(
+            f"in {state.origin} each stage's {type(optimizer).__name__} has a state beside that of "
+            "its weights, which has no place in another cut: give the same stages"
+        )
     for at in sorted({at for at, _ in sources.values()}):
         before, now = state_of(at), {}
         for name, (source, there) in sources.items():

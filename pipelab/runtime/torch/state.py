@@ -107,6 +107,8 @@ class StageState:
     frozen      digests of untrained weights, which are not in it, since the caller's model has them
     optimizer   per trained parameter: its state, tensors and numbers
     groups      hyperparameters of each parameter group that has weights; `members`: their names
+    others      of the optimizer's state_dict, all that is not of one weight or group
+    attributes  of modules: see `attributes.kept_by_modules`
     schedulers  state of each learning-rate scheduler
     kinds       names of the optimizer's and the schedulers' classes
     origin      the checkpoint that it was read from
@@ -121,6 +123,8 @@ class StageState:
     members: list[list[str]] = field(default_factory=list)
     origin: str = ""
     frozen: dict[str, str] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
 
     def without(self, frozen: Mapping[str, str]) -> "StageState":
         """The same without these weights, by their digests."""
@@ -150,35 +154,32 @@ class StageState:
     def add_optimizer(
         self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
     ) -> None:
-        """The state of an optimizer of these weights, and of its learning-rate schedulers."""
-        for key in optimizer.state:
-            if not isinstance(key, Tensor):
-                raise ValueError(
-                    f"{type(optimizer).__name__} keeps a state under {key!r}, which is not a "
-                    "weight, so a checkpoint cannot hold it: keep it in param_groups"
-                )
-        for name, weight in weights.items():
-            if weight in optimizer.state:
-                self.optimizer[name] = _saved(optimizer.state[weight])
-        names, kept = {id(weight): name for name, weight in weights.items()}, []
+        """The state of an optimizer of these weights, and of its learning-rate schedulers.
+
+        By their own state_dict. ValueError if that fails.
+        """
+        names, own = {id(weight): name for name, weight in weights.items()}, _state_dict(optimizer)
+        numbered = _numbered(optimizer, own)
+        saved, self.others = own.pop("state", {}) if numbered else {}, own
+        if numbered:
+            del own["param_groups"]
+        for number, weight in numbered.items():
+            if number in saved:
+                state = saved.pop(number)
+                if id(weight) in names:
+                    self.optimizer[names[id(weight)]] = state
+        if saved:
+            own["state"] = saved
+        kept = []
         for g, group in enumerate(optimizer.param_groups):
             members = [names[id(p)] for p in group["params"] if id(p) in names]
             if members:  # of its weights, and not of other stages' alone
                 kept.append(g)
-                others = "params", "param_names"
-                self.groups.append(_saved({k: v for k, v in group.items() if k not in others}))
+                self.groups.append(_saved(_settings(group)))
                 self.members.append(members)
         for scheduler in schedulers:
-            try:
-                state = scheduler.state_dict()
-                self.schedulers.append(
-                    _saved(_by_group(lambda of, _: [of[g] for g in kept], state, state))
-                )
-            except Exception as error:
-                raise ValueError(
-                    f"{type(scheduler).__name__}.state_dict() failed, but a checkpoint needs it "
-                    f"({type(error).__name__}: {error})"
-                ) from error
+            state = _state_dict(scheduler)
+            self.schedulers.append(_by_group(lambda of, _: [of[g] for g in kept], state, state))
         self.kinds = kinds_of(optimizer, schedulers)
 
     def load_optimizer(
@@ -211,17 +212,7 @@ class StageState:
             own = [names[id(weight)] for weight in group["params"] if id(weight) in names]
             if own:
                 came[g] = saved_of.get(own[0], g)
-        for g, number in came.items():
-            group = every[g]
-            # A copy: the reference loads the same, and schedulers write into what they are given.
-            settings = copy.deepcopy(self.groups[number])
-            for key, value in settings.items():
-                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    settings[key] = value.to(group[key].device)
-            group.update(settings)
-            for weight in group["params"]:
-                if (name := names.get(id(weight))) in self.optimizer:
-                    optimizer.state[weight] = _placed(self.optimizer[name], weight, group)
+        self._load_by_its_own(optimizer, names, came)
 
         def own_of(saved: list, now: Any) -> list:
             return [saved[came[g]] if g in came else own for g, own in enumerate(now)]
@@ -229,12 +220,64 @@ class StageState:
         for scheduler, saved in zip(schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(_by_group(own_of, saved, scheduler.state_dict()))
 
+    def _load_by_its_own(
+        self, optimizer: Any, names: Mapping[int, str], came: Mapping[int, int]
+    ) -> None:
+        """Let the optimizer load the state by its load_state_dict.
+
+        names  of the weights, by their ids
+        came   the saved group of each parameter group that has one
+        """
+        # [1] in the form of its state_dict: copies, as all who load this write into what they get
+        now, others = optimizer.state_dict(), copy.deepcopy(self.others)
+        numbered = _numbered(optimizer, now)
+        if numbered:
+            settings = []
+            for g, (group, of_now) in enumerate(
+                zip(optimizer.param_groups, now["param_groups"], strict=True)
+            ):
+                saved = copy.deepcopy(self.groups[came[g]]) if g in came else {}
+                for key, value in saved.items():
+                    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                        saved[key] = value.to(group[key].device)
+                settings.append(of_now | saved)
+            states = {
+                number: copy.deepcopy(self.optimizer[name])
+                for number, weight in numbered.items()
+                if (name := names.get(id(weight))) in self.optimizer
+            }
+            states = now["state"] | states | others.pop("state", {})
+            others = {**now, **others, "state": states, "param_groups": settings}
+        # [2] load it
+        lists, states = optimizer.param_groups, dict(optimizer.state)
+        groups = [*lists]
+        try:
+            optimizer.load_state_dict(others)
+        except Exception as error:
+            raise ValueError(
+                f"{type(optimizer).__name__}.load_state_dict() cannot load what its state_dict() "
+                f"told for {self.origin} ({type(error).__name__}: {error}): let it load that"
+            ) from error
+        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            return
+        # [3] Torch's own rounds states to their weights' types, and makes other groups, while
+        #     optimizers around this one, and inside, go on with those that they have.
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(_settings(loaded))
+            for weight in group["params"]:
+                if (name := names.get(id(weight))) in self.optimizer:
+                    optimizer.state[weight] = _placed(self.optimizer[name], weight, group)
+                elif weight in states:
+                    optimizer.state[weight] = states[weight]
+        optimizer.param_groups = lists
+
     def other_rates(self, optimizer: Any) -> Iterator[str]:
         """A warning about other given rates: as in torch's load_state_dict, the saved ones stay.
 
         A scheduler's start is compared, since it changes the rate itself.
         """
-        for group, saved in zip(optimizer.param_groups, self.groups, strict=False):
+        used = [group for group in optimizer.param_groups if group["params"]]
+        for group, saved in zip(used, self.groups, strict=False):
             for key in ("initial_lr" if "initial_lr" in group else "lr", "weight_decay"):
                 if key not in group or key not in saved:
                     continue
@@ -261,6 +304,46 @@ class StageState:
             if isinstance(value, (Tensor, bool, int, float, complex)):
                 found[pytree.keystr(path)] = torch.as_tensor(value)
         return found
+
+
+def _state_dict(made: Any) -> dict[str, Any]:
+    """An optimizer's or a scheduler's own state, copied. ValueError if it has none."""
+    try:
+        return copy.deepcopy(_saved(made.state_dict()))
+    except Exception as error:
+        raise ValueError(
+            f"{type(made).__name__}.state_dict() failed, but a checkpoint needs it "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _numbered(optimizer: Any, state: Mapping[str, Any]) -> dict[int, Tensor]:
+    """The optimizer's weights by their numbers in its state_dict; empty if that has its own form.
+
+    ValueError for a state under such a number that is no weight's.
+    """
+    try:
+        states, groups = state["state"], state["param_groups"]
+        found = {
+            number: weight
+            for saved, group in zip(groups, optimizer.param_groups, strict=True)
+            for number, weight in zip(saved["params"], group["params"], strict=True)
+        }
+        {*states}  # noqa: B018 (has keys)
+    except (KeyError, TypeError, ValueError):
+        return {}
+    for key in optimizer.state:
+        if type(key) is int and key in found:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps a state under {key}, which state_dict() takes "
+                "for the number of a weight: keep it under a text"
+            )
+    return found
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its weights."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def _by_group(change: Callable[[list, Any], Any], saved: Any, now: Any) -> Any:

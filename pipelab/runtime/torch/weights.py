@@ -1,8 +1,9 @@
 """A torch stage's weights: their versions, and the updates that make them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,13 @@ from torch.utils import _pytree as pytree
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Bytes, Order, Update
 from pipelab.runtime.stage import CountingStage
+from pipelab.runtime.torch.attributes import (
+    FirstAgain,
+    OptimizerWatch,
+    kept_by_modules,
+    load_into_modules,
+    of_modules,
+)
 from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.ledger import storages
 from pipelab.runtime.torch.offload import Offloaded
@@ -112,6 +120,9 @@ class VersionedStage(CountingStage):
         trained = [self._handles[name] for name in self._trained]
         called = [names[name] for name in self._trained]
         self.optimizer, self.schedulers = make_optimizer(options.optimizer, trained, called)
+        if self.optimizer:
+            again = partial(make_optimizer, options.optimizer, names=called)
+            self._watch = OptimizerWatch(self.optimizer, self.schedulers, trained, again)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._frozen = {
@@ -120,6 +131,10 @@ class VersionedStage(CountingStage):
             if not p.requires_grad
         }
         self._groups = self.optimizer.param_groups if self.optimizer else []
+        self._as_made = of_modules(module, self._every_weight())
+        self._first_again = FirstAgain(module, self._every_weight)
+        if start:
+            load_into_modules(module, start.attributes, self.placed)
         self._note_constants()
         self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
 
@@ -282,6 +297,7 @@ class VersionedStage(CountingStage):
             self.optimizer_state(),
             weights={v: on_cpu(of_version) for v, of_version in self.weights.items()},
             buffers=on_cpu(dict(self.module.named_buffers())),
+            attributes=on_cpu(kept_by_modules(self.module, self._as_made, self._every_weight())),
         )
 
     def frozen(self) -> dict[str, str]:
@@ -298,7 +314,15 @@ class VersionedStage(CountingStage):
         state = StageState({}, {})
         if self.optimizer is not None:
             state.add_optimizer(self.optimizer, self.schedulers, self._handles)
+            self._watch.check(self._loader_of(state))
         return state
+
+    def _loader_of(self, state: StageState) -> Callable[[Any, Sequence[Any], Sequence[Any]], None]:
+        def load(optimizer: Any, schedulers: Sequence[Any], weights: Sequence[Any]) -> None:
+            own = dict(zip(self._trained, weights, strict=True))
+            state.load_optimizer(optimizer, schedulers, own)
+
+        return load
 
     def on_host(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return on_cpu(weights)
@@ -317,12 +341,15 @@ class VersionedStage(CountingStage):
 
     def _note_constants(self) -> None:
         """Weights and buffers are no activations, whoever saves them."""
-        every = [p for of_version in self.weights.values() for p in of_version.values()]
+        every = self._every_weight()
         self._buffers = buffers_of(self._parts)
         buffers = (buffer for buffer in self._buffers.values() if buffer is not None)
         self.device.ledger.ignore(id(self), (*every, *buffers))
         latest = _bytes(self.weights[self.latest].values())
         self._of_weights = latest, _bytes(every) - latest  # the versions kept beside it
+
+    def _every_weight(self) -> list[Tensor]:
+        return [p for of_version in self.weights.values() for p in of_version.values()]
 
     def _note_buffers(self) -> None:
         """After a forward, which may have put other tensors there."""

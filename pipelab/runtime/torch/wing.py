@@ -133,8 +133,6 @@ class TorchWing(Wing):
             if options.recompute is not Recompute.NEVER:
                 check_generators(stages)
             self.ties = find_ties(schedule, stages)
-        if options.save:
-            check_saved(stages)
         self._names = names_in(stages)
         self.launcher, self.devices = _launcher(schedule, options)
         drawing = map(_draws, nn.ModuleList(stages).modules())
@@ -256,7 +254,6 @@ class TorchWing(Wing):
         if not folder:
             yield None
             return
-        check_saved(self.stages)
         # All ranks write to the draft that the first one names.
         own = f"{self.owner}{uuid4().hex[:8]}"
         token, *_ = self.launcher.share(own, "save", early=True)
@@ -399,17 +396,6 @@ def check_generators(stages: Sequence[nn.Module]) -> None:
                         "which a recomputed forward would draw different numbers: let it draw "
                         "from torch's own, or use recompute='never'"
                     )
-
-
-def check_saved(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a module with a state that a checkpoint cannot hold."""
-    for s, stage in enumerate(stages):
-        for name, module in stage.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                raise ValueError(
-                    f"stage {s}: {name or 'it'} ({type(module).__name__}) has an extra state, "
-                    "which a checkpoint cannot hold: keep it in buffers"
-                )
 
 
 def check_replicas(schedule: Schedule, replicas: int) -> None:

@@ -61,14 +61,6 @@ class QueuedLater(Queued):
     at_first = False
 
 
-class CountingAll(SGD):
-    """Keeps a state that is no weight's."""
-
-    def step(self):
-        super().step()
-        self.state["all"] = {"steps": 1}
-
-
 def with_a_function(parameters):
     optimizer = SGD(parameters, lr=0.1)
     scheduler = rates.ExponentialLR(optimizer, 0.9)
@@ -115,7 +107,6 @@ def test_what_cannot_be_read_back_is_refused_before_the_training(optimizer, said
     [
         (QueuedLater, r"stage 0: a checkpoint cannot hold the state of its optimizer", "threads"),
         (QueuedLater, r"stage 0: a checkpoint cannot hold the state of its optimizer", "processes"),
-        (CountingAll, r"CountingAll keeps a state under 'all', which is not a weight", "threads"),
     ],
 )
 def test_a_run_that_cannot_be_saved_is_in_the_error(optimizer, said, backend, tmp_path):
