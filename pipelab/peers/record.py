@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from pipelab.measure.trace import from_trace
 from pipelab.peers import PeerRun
+from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.stage import OptimizerFactory
-from pipelab.runtime.torch.state import make_optimizer
 from pipelab.table.schedule import Schedule
 
 

@@ -241,11 +241,7 @@ class Session(AbstractContextManager):
                         "kind",
                         stacklevel=3,
                     )
-            start, untold = wing.start, ""
-            if check and self.started:
-                told = self.ask("the check", state=True)
-                start = by_stage(told, "states")  # only the first process has all
-                untold = next((str(of.unsaved) for of in told if of.unsaved), "")
+            start, untold = self._states() if check and self.started else (wing.start, "")
             data = Data(batches, segment.batches, wing.trees)
             # [2] run, and keep the checkpoint only if all of it could be written
             result: Run | None = None
@@ -276,12 +272,9 @@ class Session(AbstractContextManager):
             # [3] judge what came of it
             if check:
                 # One process has all weights and steps; the others wait here for its verdict.
+                given = segment, data, result, outcomes, start, save, check
                 result.check = self.launcher.from_first(
-                    lambda: (
-                        Check.not_made(untold)
-                        if untold
-                        else self._verdict(segment, data, result, outcomes, start, save, check)
-                    ),
+                    lambda: Check.not_made(untold) if untold else self._verdict(*given),
                     "the check",
                 )
             return result
@@ -402,6 +395,15 @@ class Session(AbstractContextManager):
         """The outcomes of orders without actions, under the name `call`."""
         self.give([Order(**fields) for _ in self.ranks])
         return self.collect(call)
+
+    def _states(self) -> tuple[dict[int, Any], str]:
+        """By stage, the state that training continues from; or why it cannot be told.
+
+        Only the first process has all.
+        """
+        outcomes = self.ask("the check", state=True)
+        untold = next((str(of.unsaved) for of in outcomes if of.unsaved), "")
+        return by_stage(outcomes, "states"), untold
 
     def _jobs(self) -> list[Job]:
         return [

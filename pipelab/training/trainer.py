@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipelab.predict.costs import Recomputed, recompute_of
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
@@ -20,86 +20,15 @@ from pipelab.runtime.result import norms_and_rates
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
 from pipelab.runtime.threads import LOOKS, Looked
-from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.wings import wing_of
 from pipelab.runtime.worker import RunError, told
 from pipelab.table.schedule import Schedule
 from pipelab.training.endless import Endless
 from pipelab.training.evaluation import Evaluation
 from pipelab.training.progress import say, showing, shown_late
+from pipelab.training.step import Result, TrainedBatch
 
 END = object()
-
-
-class Result(NamedTuple):
-    """What is known about a batch once its update is made: see `TrainedBatch`."""
-
-    loss: float
-    seconds: float
-    check: Check | None
-    counted: float
-    norm: float
-    rates: Sequence[float]
-
-
-class TrainedBatch:
-    """A batch that training has begun with. Whoever reads its results waits until they are known.
-
-    number   of batches up to and including it, from the beginning of the training; never waits
-    known    whether all of the following is known, so that reading it does not wait
-    loss     the mean over the whole batch; `counted`: over how many samples, or tokens if the loss
-             tells them
-    seconds  since the batch before, or since it was read if that was later
-    check    the verdict against the reference, with its seconds, or None if it was not checked
-    norm     of the whole gradient of its last update, before clipping
-    rates    the learning rates of that update: see `Run`
-    """
-
-    def __init__(self, number: int, wait: Callable[[int], None]) -> None:
-        """`wait` makes the results known, or raises RunError."""
-        self.number = number
-        self._wait = wait
-        self._result: Result | None = None
-
-    @property
-    def known(self) -> bool:
-        return self._result is not None
-
-    @property
-    def loss(self) -> float:
-        return self._known().loss
-
-    @property
-    def counted(self) -> float:
-        return self._known().counted
-
-    @property
-    def seconds(self) -> float:
-        return self._known().seconds
-
-    @property
-    def check(self) -> Check | None:
-        return self._known().check
-
-    @property
-    def norm(self) -> float:
-        return self._known().norm
-
-    @property
-    def rates(self) -> Sequence[float]:
-        return self._known().rates
-
-    def _known(self) -> Result:
-        if self._result is None:
-            self._wait(self.number)
-        assert self._result is not None
-        return self._result
-
-    def __str__(self) -> str:
-        ends = sorted({*self.rates})[:: max(len({*self.rates}) - 1, 1)]  # the least and the most
-        rates = " to ".join(f"{rate:.1e}" for rate in ends) or "not told"
-        told = f"step {self.number}: loss {self.loss:.3f}, norm {self.norm:.2f}, rate {rates}"
-        return f"{told}. {self.check}" if self.check else told
 
 
 class Trainer(AbstractContextManager):
@@ -412,7 +341,7 @@ class Trainer(AbstractContextManager):
         """Tell the first step without results."""
         del self._times[self._known]
         self._known += 1
-        self._steps.pop(self._known)._result = result
+        self._steps.pop(self._known).end(result)
 
     def _is_too_short(self, pieces: int) -> bool:
         """Whether a batch with samples for so many micro-batches is left out; tells it if so."""

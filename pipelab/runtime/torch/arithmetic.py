@@ -23,13 +23,13 @@ from pipelab.runtime.options import Options
 from pipelab.runtime.torch.attributes import load_into_modules
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.names import names_in
+from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.state import (
     TREES,
     StageState,
     copies_of,
     differ,
     equal,
-    make_optimizer,
 )
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Sums, Weights

@@ -139,14 +139,14 @@ class OptimizerWatch:
         self,
         optimizer: Any,
         schedulers: Sequence[Any],
-        weights: Sequence[Tensor],
-        make: Callable[[Sequence[Tensor]], tuple[Any, Sequence[Any]]],
+        weights: Sequence[nn.Parameter],
+        make: Callable[[Sequence[nn.Parameter]], tuple[Any, Sequence[Any]]],
     ) -> None:
         self.optimizer, self.schedulers, self.weights = optimizer, schedulers, weights
         self._make = make
         self._as_made = _of_optimizers(optimizer, schedulers, weights)
 
-    def check(self, load: Callable[[Any, Sequence[Any], Sequence[Tensor]], None]) -> None:
+    def check(self, load: Callable[[Any, Sequence[Any], Sequence[nn.Parameter]], None]) -> None:
         """ValueError for a change that is lost where others, as made, `load` their state."""
         now = _of_optimizers(self.optimizer, self.schedulers, self.weights)
         if now == self._as_made:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipelab.runtime.torch.names import Cut, Place, layers_in, names_in
-from pipelab.runtime.torch.state import StageState, equal, kinds_of, make_optimizer
+from pipelab.runtime.torch.optimizers import make_optimizer
+from pipelab.runtime.torch.state import StageState, equal, kinds_of
 
 
 def recut(

@@ -1,7 +1,7 @@
 """A torch stage's weights: their versions, and the updates that make them."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ from pipelab.runtime.torch.attributes import (
 from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.ledger import storages
 from pipelab.runtime.torch.offload import Offloaded
+from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.state import (
     TREES,
     StageState,
     buffers_of,
     load_buffers,
-    make_optimizer,
     on_cpu,
 )
 
@@ -120,9 +120,9 @@ class VersionedStage(CountingStage):
         trained = [self._handles[name] for name in self._trained]
         called = [names[name] for name in self._trained]
         self.optimizer, self.schedulers = make_optimizer(options.optimizer, trained, called)
-        if self.optimizer:
-            again = partial(make_optimizer, options.optimizer, names=called)
-            self._watch = OptimizerWatch(self.optimizer, self.schedulers, trained, again)
+        self._watch(called)
+        if start:
+            load_into_modules(module, start.attributes, self.placed)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._frozen = {
@@ -131,10 +131,6 @@ class VersionedStage(CountingStage):
             if not p.requires_grad
         }
         self._groups = self.optimizer.param_groups if self.optimizer else []
-        self._as_made = of_modules(module, self._every_weight())
-        self._first_again = FirstAgain(module, self._every_weight)
-        if start:
-            load_into_modules(module, start.attributes, self.placed)
         self._note_constants()
         self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
 
@@ -314,15 +310,21 @@ class VersionedStage(CountingStage):
         state = StageState({}, {})
         if self.optimizer is not None:
             state.add_optimizer(self.optimizer, self.schedulers, self._handles)
-            self._watch.check(self._loader_of(state))
+            self._watched.check(
+                lambda optimizer, schedulers, weights: state.load_optimizer(
+                    optimizer, schedulers, dict(zip(self._trained, weights, strict=True))
+                )
+            )
         return state
 
-    def _loader_of(self, state: StageState) -> Callable[[Any, Sequence[Any], Sequence[Any]], None]:
-        def load(optimizer: Any, schedulers: Sequence[Any], weights: Sequence[Any]) -> None:
-            own = dict(zip(self._trained, weights, strict=True))
-            state.load_optimizer(optimizer, schedulers, own)
-
-        return load
+    def _watch(self, names: Sequence[str]) -> None:
+        """Note what is in attributes, as made: of the optimizer and of the module."""
+        self._as_made = of_modules(self.module, self._every_weight())
+        self._first_again = FirstAgain(self.module, self._every_weight)
+        if self.optimizer:
+            trained = [self._handles[name] for name in self._trained]
+            again = partial(make_optimizer, self.options.optimizer, names=names)
+            self._watched = OptimizerWatch(self.optimizer, self.schedulers, trained, again)
 
     def on_host(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return on_cpu(weights)

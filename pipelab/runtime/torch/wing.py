@@ -28,8 +28,9 @@ from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.device import CpuDevice, check_modes, torch_device
 from pipelab.runtime.torch.names import device_names, find_device, find_part, names_in
+from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.stage import TorchStage, warm_up
-from pipelab.runtime.torch.state import TREES, StageState, copies_of, make_optimizer
+from pipelab.runtime.torch.state import TREES, StageState, copies_of
 from pipelab.runtime.worker import Job
 from pipelab.table.action import HOST
 from pipelab.table.schedule import Schedule
