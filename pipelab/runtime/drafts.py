@@ -63,8 +63,11 @@ def write(path: Path, content: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Write a folder's names to the disk, where its file system can do so by itself."""
-    opened = os.open(folder, os.O_RDONLY)
+    """Write a folder's names to the disk, where that is allowed and its file system can do so."""
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # it may be written to, but not read
+        return
     try:
         os.fsync(opened)
     except OSError as error:
