@@ -6,6 +6,7 @@ trace, or a CSV of spans becomes a measured `Timeline`: its table is rebuilt fro
 
 import csv
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -177,6 +178,9 @@ def _own(about: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
     if schedule:
         table = checked(table, schedule)
     start, end, sent, arrived = zip(*about["times"], strict=True)
+    for time in (*start, *end):
+        if not math.isfinite(time):
+            raise ValueError(f"a span starts or ends at {time} s: give finite times")
     moved = {i: (sent[i], arrived[i]) for i in table.crossing}
     spans = table.spans(start, end, moved)
     return Timeline(table, spans, about["source"], about["late"])

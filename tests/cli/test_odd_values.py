@@ -181,3 +181,12 @@ def test_a_pipe_with_a_writer_is_read_and_one_with_a_reader_is_written(capsys, f
             assert call(capsys, line.format(f"/dev/fd/{theirs}"))[::2] == (0, "")
             os.close(theirs)
             assert mode == "w" or file.read() == expected
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), "x", None])
+def test_a_time_in_a_trace_is_a_finite_number(capsys, files, time):
+    content = json.loads((files / "trace.json").read_text())
+    content["otherData"]["times"][0][1] = time
+    (files / "trace.json").write_text(json.dumps(content))
+    status, out, err = call(capsys, "explain trace.json")
+    assert (status, out, err.count("\n")) == (2, "", 1) and "trace.json: " in err
