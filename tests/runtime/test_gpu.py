@@ -23,7 +23,7 @@ from gpu.measured import Model, Place, Sizes
 from gpu.memory import peak_together, peaks
 from pipelab import Costs, Trainer, make, run, simulate
 from pipelab.predict.memory import Memory, MemoryStep
-from pipelab.runtime.torch import device, groups
+from pipelab.runtime.torch import cuda, groups
 
 GPU = torch.device("cuda:0")
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_runs_on_a_gpu_equal_their_reference(name):
 
 @pytest.mark.gpu
 def test_workers_keep_their_streams():
-    streams = [device.torch_device(GPU, worker).stream for worker in (0, 1, 0)]
+    streams = [cuda.torch_device(GPU, worker).stream for worker in (0, 1, 0)]
     assert streams[0] == streams[2] != streams[1]
 
 

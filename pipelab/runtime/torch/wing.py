@@ -26,7 +26,8 @@ from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
-from pipelab.runtime.torch.device import CpuDevice, check_modes, torch_device
+from pipelab.runtime.torch.cuda import torch_device
+from pipelab.runtime.torch.device import CpuDevice, check_modes
 from pipelab.runtime.torch.names import device_names, find_device, find_part, names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.stage import TorchStage, warm_up

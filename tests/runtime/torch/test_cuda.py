@@ -23,7 +23,16 @@ from gpu.cases import CASES
 from pipelab import RunError, Schedule, Trainer, make, run
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch, Order
-from pipelab.runtime.torch import device, groups, processes, ranks, weights, wing
+from pipelab.runtime.torch import (
+    cuda,
+    device,
+    groups,
+    processes,
+    ranks,
+    streams,
+    weights,
+    wing,
+)
 from pipelab.table.action import HOST
 from tests.runtime.test_run import SGD, batches, stages
 from tests.runtime.torch.test_overlapped import OVERLAPPED
@@ -113,33 +122,34 @@ class Torch:
 
 
 @pytest.fixture(params=[CPU, ELSEWHERE], ids=["here", "elsewhere"])
-def cuda(monkeypatch, request):
+def gpu(monkeypatch, request):
     """Workers take the CPU for a GPU, with all data and messages on it or elsewhere."""
     known = Torch()
-    monkeypatch.setattr(device, "torch", known)
+    for module in (device, cuda, streams):
+        monkeypatch.setattr(module, "torch", known)
     monkeypatch.setattr(Cuda, "callers", Stream(CPU))
     monkeypatch.setattr(Stream, "done", Counter(), raising=False)
     known.cuda.streams = [Cuda.callers]
     monkeypatch.setattr(
         wing,
         "torch_device",
-        lambda _, rank, apart: device.CudaDevice(
+        lambda _, rank, apart: cuda.CudaDevice(
             request.param,
-            device.stream_of("cpu", rank),
-            {stage: device.stream_of("cpu", rank, stage) for stage in apart},
+            streams.stream_of("cpu", rank),
+            {stage: streams.stream_of("cpu", rank, stage) for stage in apart},
         ),
     )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    kept = device.stream_of, device.copies_of, device.receiving_on
-    for streams in kept:
-        streams.cache_clear()
+    kept = streams.stream_of, streams.copies_of, streams.receiving_on
+    for cached in kept:
+        cached.cache_clear()
     yield known.cuda
-    for streams in kept:
-        streams.cache_clear()
+    for cached in kept:
+        cached.cache_clear()
 
 
-here = pytest.mark.parametrize("cuda", [CPU], indirect=True)
+here = pytest.mark.parametrize("gpu", [CPU], indirect=True)
 NEWS = 2 * 2 * 2  # batches x stages with the tied weight x stages that tell of it
 SUMS = 2 * 2 * 2 * 2  # batches x rows x replicas x replicas
 
@@ -149,56 +159,56 @@ SUMS = 2 * 2 * 2 * 2  # batches x rows x replicas x replicas
     ("name", "workers", "more"),
     [("1F1B on four streams, AdamW", 4, 0), ("tied weights", 3, NEWS), ("two replicas", 4, SUMS)],
 )
-def test_streams_wait_for_all_that_comes_from_others(name, workers, more, cuda):
+def test_streams_wait_for_all_that_comes_from_others(name, workers, more, gpu):
     began = time.perf_counter()
     result = CASES[name].run(CPU)
     assert result.check.passed
     assert 0 < result.timeline.makespan < time.perf_counter() - began
-    streams = [device.stream_of("cpu", worker) for worker in range(workers)]  # those of the run
-    for stream in streams:
-        assert stream.waited[0] is cuda.callers  # the weights
-        assert cuda.callers in stream.waited[1].clock  # the data, once
-    events = sum(len(stream.waited) - 2 for stream in streams)
+    used = [streams.stream_of("cpu", worker) for worker in range(workers)]
+    for stream in used:
+        assert stream.waited[0] is gpu.callers  # the weights
+        assert gpu.callers in stream.waited[1].clock  # the data, once
+    events = sum(len(stream.waited) - 2 for stream in used)
     messages = len(result.timeline.schedule.crossing) * len(result.replicas)
     assert events == messages + more
 
 
 @here
-def test_copies_to_and_from_the_host_have_a_stream_and_both_wait(cuda):
+def test_copies_to_and_from_the_host_have_a_stream_and_both_wait(gpu):
     result = CASES["offloaded"].run(CPU)
     assert result.check.passed
     for worker, row in enumerate(result.timeline.schedule.rows):
-        stream = device.stream_of("cpu", worker)
+        stream = streams.stream_of("cpu", worker)
         copied = sum(action.kind in HOST for action in row)
-        assert stream.waited.count(device.copies_of(stream)) == copied
-        assert device.copies_of(stream).waited.count(stream) == copied
+        assert stream.waited.count(streams.copies_of(stream)) == copied
+        assert streams.copies_of(stream).waited.count(stream) == copied
     assert copied == 0  # on the last stage
 
 
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("call", ["fit", "evaluate"])
-def test_every_batch_is_read_after_the_callers_work_on_it(call, check, cuda, monkeypatch):
+def test_every_batch_is_read_after_the_callers_work_on_it(call, check, gpu, monkeypatch):
     """A loader that augments on the GPU queues work on the caller's stream, batch by batch."""
     written, early = {}, []
 
     def loader():
         for number in range(1, 6):
-            written[number] = cuda.callers.record_event().clock[cuda.callers]
+            written[number] = gpu.callers.record_event().clock[gpu.callers]
             yield torch.full((4, 6), float(number)), torch.full((4, 6), float(number))
 
-    real = device.CudaDevice.placed
+    real = cuda.CudaDevice.placed
 
     def placed(self, tensor):
         made = written[int(tensor.flatten()[0])]
         if tensor.device != self.device:
-            receiving = device.receiving_on(self.device, self.computing)
+            receiving = streams.receiving_on(self.device, self.computing)
             found = real(self, tensor)
-            early.extend([made] if receiving.clock[cuda.callers] < made else [])
+            early.extend([made] if receiving.clock[gpu.callers] < made else [])
             return found
-        early.extend([made] if self.stream.clock[cuda.callers] < made else [])
+        early.extend([made] if self.stream.clock[gpu.callers] < made else [])
         return real(self, tensor)
 
-    monkeypatch.setattr(device.CudaDevice, "placed", placed)
+    monkeypatch.setattr(cuda.CudaDevice, "placed", placed)
     model = [nn.Linear(6, 6) for _ in range(2)]
     table = make("pipedream_flush", 2, 4)
     with Trainer(table, model, F.mse_loss, SGD, devices="cpu", check=check) as trainer:
@@ -207,20 +217,20 @@ def test_every_batch_is_read_after_the_callers_work_on_it(call, check, cuda, mon
 
 
 @here
-def test_weights_are_made_on_the_workers_stream_after_the_callers_work(cuda):
+def test_weights_are_made_on_the_workers_stream_after_the_callers_work(gpu):
     made = []
 
     def optimizer(parameters):
-        own = cuda.current_stream(CPU)
-        made.append((own, own.clock[cuda.callers]))
+        own = gpu.current_stream(CPU)
+        made.append((own, own.clock[gpu.callers]))
         return SGD(parameters)
 
-    before = cuda.callers.record_event().clock[cuda.callers]
+    before = gpu.callers.record_event().clock[gpu.callers]
     run(make("pipedream", 2, 4), stages(2), batches(1), F.mse_loss, optimizer, check=False)
-    assert [stream for stream, _ in made] == [device.stream_of("cpu", w) for w in range(2)]
+    assert [stream for stream, _ in made] == [streams.stream_of("cpu", w) for w in range(2)]
     assert all(seen >= before for _, seen in made)
     # The caller may change its modules once they have been copied.
-    assert all(cuda.callers.clock[stream] for stream, _ in made)
+    assert all(gpu.callers.clock[stream] for stream, _ in made)
 
 
 def test_backwards_are_launched_by_their_own_workers():
@@ -238,7 +248,7 @@ def test_backwards_are_launched_by_their_own_workers():
 
 
 @here
-def test_the_host_is_two_steps_ahead_at_most_and_memory_with_it(cuda, monkeypatch):
+def test_the_host_is_two_steps_ahead_at_most_and_memory_with_it(gpu, monkeypatch):
     """What a copy has read is free when the host knows that it is done: else forwards take more."""
     blocks, peaks = [], []
 
@@ -256,9 +266,9 @@ def test_the_host_is_two_steps_ahead_at_most_and_memory_with_it(cuda, monkeypatc
         )
         return real(self)
 
-    real = device.CudaDevice.now
+    real = cuda.CudaDevice.now
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
-    monkeypatch.setattr(device.CudaDevice, "now", looking)
+    monkeypatch.setattr(cuda.CudaDevice, "now", looking)
     for microbatches in (6, 24):
         peaks.append(0)
         blocks.clear()
@@ -272,17 +282,17 @@ def test_the_host_is_two_steps_ahead_at_most_and_memory_with_it(cuda, monkeypatc
 
 @here
 def test_overlapping_actions_of_two_stages_wait_for_what_came_before_and_not_for_each_other(
-    cuda, monkeypatch
+    gpu, monkeypatch
 ):
     marks = []
-    real = device.CudaDevice.now
+    real = cuda.CudaDevice.now
 
     def now(self):
         event = real(self)
         marks.append((self.stream, event.clock))
         return event
 
-    monkeypatch.setattr(device.CudaDevice, "now", now)
+    monkeypatch.setattr(cuda.CudaDevice, "now", now)
     table = Schedule.from_grid("0F0 1F0 0F1+1B0 0B0 1F1 1B1 0B1")
     done = run(table, stages(2), batches(1), F.mse_loss, SGD)
     assert done.check.passed
@@ -300,14 +310,14 @@ def test_overlapping_actions_of_two_stages_wait_for_what_came_before_and_not_for
 
 
 @pytest.mark.parametrize("table", OVERLAPPED, ids=lambda table: table.name)
-def test_overlapped_tables_train_on_streams_as_one_device_does(table, cuda):
+def test_overlapped_tables_train_on_streams_as_one_device_does(table, gpu):
     done = run(table, stages(table.stages), batches(table.batches), F.mse_loss, SGD)
     assert done.check.passed, done.check
 
 
 @here
 @pytest.mark.parametrize("place", ["in an action", "at the end"])
-def test_an_error_that_a_gpu_reports_late_says_so(place, cuda, monkeypatch):
+def test_an_error_that_a_gpu_reports_late_says_so(place, gpu, monkeypatch):
     class Asserting(nn.Linear):
         def forward(self, x):
             raise torch.AcceleratorError(LATE)
@@ -326,25 +336,25 @@ def test_an_error_that_a_gpu_reports_late_says_so(place, cuda, monkeypatch):
     assert ("action 1F0" in str(caught.value)) == (place == "in an action")
 
 
-def test_what_comes_from_elsewhere_is_copied_beside_what_is_computed(cuda):
-    home = device.CudaDevice(ELSEWHERE, Stream(CPU))
+def test_what_comes_from_elsewhere_is_copied_beside_what_is_computed(gpu):
+    home = cuda.CudaDevice(ELSEWHERE, Stream(CPU))
     sender = Stream(CPU)
-    home.wait_for_caller([cuda.callers.record_event()])
+    home.wait_for_caller([gpu.callers.record_event()])
     home.stream.record_event()  # a long action
     home.take((torch.ones(2), sender.record_event()))
-    receiving = device.receiving_on(ELSEWHERE, home.stream)
+    receiving = streams.receiving_on(ELSEWHERE, home.stream)
     assert receiving.clock[sender] and not receiving.clock[home.stream]
-    assert not receiving.clock[cuda.callers]
+    assert not receiving.clock[gpu.callers]
     assert home.stream.clock[receiving]  # what is computed next waits for it
     home.placed(torch.ones(2))
-    assert receiving.clock[cuda.callers] and not receiving.clock[home.stream]
+    assert receiving.clock[gpu.callers] and not receiving.clock[home.stream]
 
 
-def test_a_link_between_gpus_receives_beside_what_is_computed(cuda, monkeypatch):
+def test_a_link_between_gpus_receives_beside_what_is_computed(gpu, monkeypatch):
     queue = []
 
     def recv(memory, rank, tag):
-        seen = cuda.current_stream(CPU)
+        seen = gpu.current_stream(CPU)
         return SimpleNamespace(wait=lambda: (memory[0].copy_(queue.pop(0)), received.append(seen)))
 
     received = []
@@ -352,13 +362,13 @@ def test_a_link_between_gpus_receives_beside_what_is_computed(cuda, monkeypatch)
     monkeypatch.setattr(groups.dist, "get_group_rank", lambda group, rank: rank)
     monkeypatch.setattr(groups, "MOST", 0)  # all part by part
     monkeypatch.setattr(groups, "LEAST", groups.START.size)
-    monkeypatch.setattr(groups.torch.cuda, "stream", cuda.stream)
+    monkeypatch.setattr(groups.torch.cuda, "stream", gpu.stream)
     near, far = (groups.GroupLink(other, group, group, CPU) for other in (1, 0))
     far.on_cpu, far.receiving = False, Stream(CPU)
     near.write((7, (torch.ones(3), None), 0.5))
     _, (tensor, event), _ = far.read()
     assert torch.equal(tensor, torch.ones(3)) and received[-1] is far.receiving
-    assert event.clock[far.receiving] and not event.clock[cuda.callers]
+    assert event.clock[far.receiving] and not event.clock[gpu.callers]
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (100_000,), (40, 1000), (1000, 40), (2, 3, 10_000)])
