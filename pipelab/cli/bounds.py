@@ -39,14 +39,11 @@ def bound_command(
     found: list[dict[str, Any]] = []
     for name, (schedule, own) in made.items():
         used, timeline = max(memory_used(schedule, own)), simulate(schedule, own)
-        fits, stages, others = (
-            memory is None or used <= memory,
-            _stages(schedule),
-            _others(schedule),
-        )
+        fits = memory is None or used <= memory
+        stages, others = _stages(schedule), _others(schedule)
         if stages not in bounds and not others:
-            sizes = {"placement": schedule.placement, "split": split}
-            bounds[stages] = bound(own, devices, microbatches, memory, **sizes)
+            home = schedule.placement
+            bounds[stages] = bound(own, devices, microbatches, memory, placement=home, split=split)
         record = {"schedule": name, "makespan": timeline.makespan, "memory": used, "fits": fits}
         record |= {"gap": gap(schedule, own, timeline), "stages": stages}
         halves = ["split backwards"] if whole and Kind.W in schedule.kinds else []

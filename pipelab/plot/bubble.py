@@ -49,7 +49,7 @@ def bubble(
         again, place = divmod(number, len(style.LINES))
         colour, mark = style.LINES[place], "oxs^"[again % 4]
         theory = THEORY.get(name) if definition != "of_span" else None
-        simulated = []
+        simulated, slices = [], 1
         for value in values:
             m, p, v = (sizes | {over: value}).values()
             try:
@@ -57,12 +57,13 @@ def bubble(
             except ScheduleError:
                 simulated.append(math.nan)
                 continue
+            slices = timeline.schedule.per_sequence
             simulated.append(getattr(timeline.bubble, definition))
         made = [x for x, y in zip(values, simulated, strict=True) if not math.isnan(y)]
         line, words = [], ""
         if theory and made:
             between = range(min(made), max(made) + 1)
-            line = _closed_form(theory, between, sizes, over, definition)
+            line = _closed_form(theory, between, sizes, over, definition, slices)
         if theory and line:
             words = theory.bubble if definition == "over_ideal" else theory.share
         label = f"{name}: {words}".rstrip(": ") if many else f"{name}, simulated"
@@ -83,13 +84,13 @@ def bubble(
 
 
 def _closed_form(
-    theory: Theory, values: range, sizes: dict[str, Any], over: str, definition: str
+    theory: Theory, values: range, sizes: dict[str, Any], over: str, definition: str, slices: int
 ) -> list[tuple[float, float]]:
     """(value, bubble) where the formula holds; if it holds everywhere, also in between."""
 
     def at(value: float) -> tuple[Any, Any, Any]:
         m, p, v = (sizes | {over: value}).values()
-        return p, m, v
+        return p, m, slices if slices > 1 else v
 
     found: list[float] = [value for value in values if theory.holds(*at(value))]
     if over != "devices" and len(found) == len(values):  # some formulas ask if p is odd

@@ -307,6 +307,14 @@ def test_a_timeline_in_which_nothing_takes_time_has_an_axis_of_one_unit(source, 
     assert ax.xaxis.get_major_formatter()(end) == "1"
 
 
+def test_the_closed_form_of_slices_is_that_of_as_many_as_are_drawn():
+    """Whatever the number of chunks, which other schedules have."""
+    for over, values in (("virtual", [1, 2, 4]), ("microbatches", [4, 8])):
+        ax = plot.bubble(["seq1f1b"], values, over=over, virtual=3, definition="over_ideal")
+        dots, line = (dict(zip(*found.get_data(), strict=True)) for found in ax.lines)
+        assert all(np.isclose(line[x], y) for x, y in dots.items())
+
+
 def test_the_bubble_plot_draws_every_schedule_and_no_closed_form_where_it_does_not_hold():
     ax = plot.bubble(SCHEDULES, [2, 4, 8, 12])
     dots = [line for line in ax.lines if line.get_linestyle() == "None"]

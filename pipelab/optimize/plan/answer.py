@@ -199,13 +199,15 @@ def _of_fewer_devices(problem: Problem, best: Estimate) -> Iterator[RunnerUp]:
     """The same schedule and sharing on the largest power of two below the devices, if each of those
     does over 1 % more."""
     fewer, choice = 1 << max(problem.devices - 1, 1).bit_length() - 1, best.choice
-    own = {
-        "schedules": (choice.schedule,),
-        "tensor": (choice.tensor,),
-        "context": (choice.context,),
-    }
     try:
-        found = Enumeration(replace(problem, devices=fewer, **own)).best(problem.machine.memory)
+        smaller = replace(
+            problem,
+            devices=fewer,
+            schedules=(choice.schedule,),
+            tensor=(choice.tensor,),
+            context=(choice.context,),
+        )
+        found = Enumeration(smaller).best(problem.machine.memory)
     except ValueError:  # no plan of so many
         return
     each = found.throughput / fewer / best.throughput * problem.devices if found else 0.0

@@ -163,7 +163,8 @@ def _counts(schedule: str, p: int, v: int, m: int, longest: int, slices: int) ->
             held_at_once = min(m * v, held_at_once + (v - 1) * (longest - p))
         turns = np.arange(held_at_once) // longest % v
         flight = max(int((turns == chunk).sum()) - absent, 0)
-        found.append((theory.versions(device, *sizes), flight, theory.for_weights(device, p, m)))
+        waiting = theory.for_weights(device, p, m) or 0
+        found.append((theory.versions(device, *sizes), flight, waiting))
     return np.transpose(found)
 
 
