@@ -211,6 +211,10 @@ class _Look:
         if (part, origin) in self.kept:
             return _Uncut(str(needed))
         self.kept.add((part, origin))
+        if isinstance(origin, tuple) and isinstance(origin[2], tuple):  # and of all such blocks
+            for k, calls in enumerate(self.calls[origin[0]]):
+                if origin[2][0] in calls[True].captured:
+                    self.kept.add((part, (origin[0], k, origin[2])))
         return None
 
     def _drawing(self) -> set[int]:
@@ -247,11 +251,15 @@ class _Look:
             else:
                 results = self.calls[part - 1][-1][True].result
                 first = next(i for i, leaf in enumerate(results) if isinstance(leaf, Tensor))
-                places = {(part - 1, len(rows[-1]) - 1, first)}
-                places |= {at for p, at in self.kept if p == part and isinstance(at, tuple)}
-                for place in sorted(places, reverse=True):
+                more = [at for p, at in self.kept if p == part and isinstance(at, tuple)]
+                places = dict.fromkeys(
+                    [(part - 1, len(rows[-1]) - 1, first), *sorted(more, key=str)]
+                )
+                for place in places:
                     of_list, block, i = place
-                    around.after[place] = rows[of_list][block].writes[i] = _result_name(*place)
+                    around.after[place] = name = _result_name(*place)
+                    writer: Any = rows[of_list][block]
+                    (writer.captured if isinstance(i, tuple) else writer.writes)[i] = name
             made.append(around)
             if part < len(self.lists):
                 rows.append(self._blocks(part, around))
@@ -368,7 +376,7 @@ def _where(leaf: Any, calls: Sequence[Call]) -> tuple[int, int] | None:
     return None
 
 
-def _result_name(of_list: int, block: int, leaf: int) -> str:
+def _result_name(of_list: int, block: int, leaf: Any) -> str:
     return f"result {leaf} of block {block} of list {of_list}"
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-Place = tuple[int, int, int]  # a list of blocks, a block in it, and a leaf of its result
+# A list of blocks, a block in it, and a leaf of its result, or of that of a module in it, by path.
+Place = tuple[int, int, int | tuple[str, int]]
 SHOW = "give layers_of a sample with all the inputs that batches have"
 
 
@@ -58,7 +59,8 @@ class Placeholder(Tensor):
         leaves = pytree.tree_leaves((args, kwargs))
         source = next(leaf for leaf in leaves if isinstance(leaf, Placeholder))
         name = func.__name__
-        if name in READING:
+        _, of = source.origin
+        if name in READING or (isinstance(of, tuple) and isinstance(of[2], tuple)):
             known(source)
         if func is Tensor.register_hook:  # its gradient is another layer's, too
             return RemovableHandle({})

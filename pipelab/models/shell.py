@@ -37,7 +37,8 @@ class Call(NamedTuple):
     """One call of a block: leaves of its arguments and of its result; arguments have names.
 
     A form has the numbers of leaves in their places. `context`: the grad mode and the autocast
-    around it, where they are not the model's.
+    around it, where they are not the model's. `captured`: the forms of the results that hooks of
+    transformers keep of modules in it, by path, such as a router's.
     """
 
     names: list[str]
@@ -46,6 +47,7 @@ class Call(NamedTuple):
     context: str
     result: list[Any]
     result_form: Any
+    captured: dict[str, Any]
 
 
 class Block(nn.Module):
@@ -54,6 +56,7 @@ class Block(nn.Module):
     path    where the model has it
     reads   leaf by leaf of its arguments, the value's name, or None for a constant
     writes  leaf by leaf of its result, the name that later layers read it by, or None
+    captured  the same for leaves of results of modules in it: (path, leaf) -> name
     keeps   the names that later layers read
     """
 
@@ -65,6 +68,7 @@ class Block(nn.Module):
         self.block, self.form, self.reads = block, call.form, reads
         self.constants = {training: constants_of(calls[training]) for training in calls}
         self.writes: list[str | None] = [None] * len(call.result)
+        self.captured: dict[tuple[str, int], str] = {}
         self.keeps: frozenset[str] = frozenset()
 
     def forward(self, values: Values) -> Values:
@@ -72,9 +76,23 @@ class Block(nn.Module):
         # A name may be missing: without padding there is no mask.
         leaves = [values.get(name) if name else constant for name, constant in pairs]
         args, kwargs = _filled(self.form, leaves)
-        result = pytree.tree_leaves(self.block(*args, **kwargs))
+        found: dict[str, Any] = {}
+        hooks = [
+            self.block.get_submodule(path).register_forward_hook(partial(_keep, found, path))
+            for path in {path for path, _ in self.captured}
+        ]
+        try:
+            result = pytree.tree_leaves(self.block(*args, **kwargs))
+        finally:
+            for hook in hooks:
+                hook.remove()
         written = {name: leaf for name, leaf in zip(self.writes, result, strict=True) if name}
+        written |= {name: found[path][i] for (path, i), name in self.captured.items()}
         return {name: v for name, v in (values | written).items() if name in self.keeps}
+
+
+def _keep(found: dict[str, Any], path: str, _: nn.Module, args: Any, result: Any) -> None:
+    found.setdefault(path, pytree.tree_leaves(result))
 
 
 class Around(nn.Module):
@@ -235,6 +253,11 @@ class Stub(Hollow):
             for training in calls
         }
         self.names = len(call.form[0]), [*call.form[1]]
+        for path, form in call.captured.items():
+            kept: Any = cloned(block.get_submodule(path))
+            kept._parameters, kept._buffers, kept._modules = {}, {}, {}
+            vars(kept)["forward"] = partial(_captured, tape, (*place, path), form)
+            self.add_module(f"captured {path.replace('.', ' ')}", kept)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (of_list, block), tape = self.place, self.tape
@@ -247,6 +270,9 @@ class Stub(Hollow):
         if self.last:
             tape.used |= of_list == tape.until - 1
             tape.rewind(of_list + 1)
+        if of_list < tape.until:
+            for kept in self.children():
+                kept()
         # Hidden states of the right shape.
         hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
         shaped = [hidden] * len(self.result)
@@ -281,6 +307,24 @@ class Stub(Hollow):
                     f"the model calls a block with {name}={leaf!r}, but with {constant!r} for the "
                     "sample of layers_of: only tensors may change from batch to batch"
                 )
+
+
+def captured(module: nn.Module) -> bool:
+    """Whether hooks of transformers keep what a module returns, to return it with the model's."""
+    return any(
+        hook.__module__.startswith("transformers.") for hook in module._forward_hooks.values()
+    )
+
+
+def _captured(tape: Tape, at: Any, form: Any) -> Any:
+    """What a module in a block has returned, as far as it is needed."""
+    of_list, block, path = at
+
+    def leaf(i: int) -> Any:
+        place = of_list, block, (path, i)
+        return tape.given.get(place, placeholder(tape, place, torch.empty(())))
+
+    return pytree.tree_map(leaf, form)
 
 
 def untaken(path: str, block: int, before: int) -> str:
@@ -347,10 +391,10 @@ def _asking(config: Any) -> Any:
 
 
 def result_of(given: Any) -> Any:
-    """The logits of a model's output (by name, if there are several), else its first part."""
+    """The logits of a model's output (by name, with a balancing loss), else its first part."""
     if not isinstance(given, Mapping):
         return given[0] if isinstance(given, tuple) else given
-    logits = {name: x for name, x in given.items() if name.endswith("logits")}
+    logits = {name: x for name, x in given.items() if name.endswith(("logits", "aux_loss"))}
     return logits if len(logits) > 1 else next(iter((logits or given).values()))
 
 

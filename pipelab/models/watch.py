@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.models.placeholder import random_state
 from pipelab.models.proof import device_of, mode, seen
-from pipelab.models.shell import Call, cloned, result_of
+from pipelab.models.shell import Call, captured, cloned, result_of
 
 CONTEXTS = "torch.no_grad() (or a reentrant checkpoint)", "torch.autocast"
 
@@ -30,6 +30,7 @@ class Watch:
     def __init__(self, model: nn.Module, given: Mapping[str, Any], training: bool) -> None:
         self.calls: dict[str, Call] = {}
         self.spans: dict[str, list[tuple[int, int]]] = {}
+        self._forms: dict[str, Any] = {}
         watched = cloned(model)  # a module that has two paths is two there
         self._device = device_of(watched)
         self._clock = count()
@@ -52,6 +53,10 @@ class Watch:
 
         with mode([watched], training):
             self.seen = seen(watched, [watched], forward, training, training)
+        for path, call in self.calls.items():
+            parts = watched.get_submodule(path).named_modules()
+            found = {name: self._forms.get(f"{path}.{name}") for name, m in parts if captured(m)}
+            call.captured.update({name: form for name, form in found.items() if form and name})
         pairs = pairwise(self._draws)
         self.drawn = [(a, b) for (a, x), (b, y) in pairs if not torch.equal(x, y)]
         self.writing = {
@@ -77,6 +82,7 @@ class Watch:
         result = inner(*args, **kwargs)
         ended = next(self._clock)
         self.spans.setdefault(path, []).append((began, ended))
+        self._forms[path] = _form(pytree.tree_structure(result))
         if of_block:
             self._draws.append((ended, random_state(self._device)))
             parameters = [*inspect.signature(module.forward).parameters]
@@ -86,7 +92,7 @@ class Watch:
             kinds = zip(CONTEXTS, self._around(), self._outside, strict=True)
             context = " and ".join(kind for kind, inside, outside in kinds if inside != outside)
             form, result_form = _form(spec), _form(result_spec)
-            self.calls[path] = Call(names, leaves, form, context, results, result_form)
+            self.calls[path] = Call(names, leaves, form, context, results, result_form, {})
         return result
 
 

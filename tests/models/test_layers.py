@@ -346,3 +346,27 @@ def test_a_convolution_in_front_is_judged_in_float64():
     given = pipelab.make("gpipe", 3, 4), stages, [batch], nn.functional.mse_loss
     check = pipelab.run(*given, partial(torch.optim.SGD, lr=0.1)).check
     assert check.passed and check.precision == "float64"
+
+
+@pytest.mark.parametrize("kind", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
+def test_a_balancing_loss_is_trained(kind, tmp_path):
+    made = getattr(transformers, kind)
+    sizes = GROUPED | dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = made(made.config_class(**sizes, output_router_logits=True))
+    plain, (x, y) = copy.deepcopy(model), batch_of(model, 9)
+
+    def loss(found, tokens):
+        mean, count = causal_loss(found["logits"], tokens)
+        return mean + found["aux_loss"], count
+
+    layers, sgd = layers_of(model), partial(torch.optim.SGD, lr=0.1)
+    stages = split(pickle.loads(pickle.dumps(layers)), 3)
+    run = pipelab.run(pipelab.make("gpipe", 3, 1), stages, [(x, y)], loss, sgd)
+    expected = loss(plain(**x), y)[0]
+    expected.backward()
+    assert run.check.passed and run.losses[0] == pytest.approx(float(expected), 1e-6)
+    sgd(plain.parameters()).step()
+    load(split(layers, 3), run.weights)
+    for (name, found), own in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(found, own, 1e-4, 1e-5), name
