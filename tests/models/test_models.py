@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelab import make, run
-from pipelab.models import data, mlp, parameters, split
+from pipelab.models import data, losses, mlp, parameters, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
 from pipelab.optimize.cut import uniform
 
@@ -141,3 +141,16 @@ def test_split_into_a_number_of_stages():
     for stages, why in ((8, "stages=8 for 7 layers"), (0, "stages=0")):
         with pytest.raises(ValueError, match=why):
             split(layers, stages)
+
+
+def test_padding_without_a_count_is_warned_of():
+    """A mean over the tokens of each micro-batch is not that of the batch."""
+    tokens = torch.randint(8, (4, 6))
+    tokens[0, 1:] = losses.PADDING
+    stages = [nn.Embedding(8, 8), nn.Linear(8, 8)]
+    given = make("gpipe", 2, 2), stages, [(tokens.clamp(min=0), tokens)]
+    with pytest.warns(UserWarning, match=r"targets hold -100, .* no count: .* return \(mean, coun"):
+        run(*given, losses.next_token_loss, partial(torch.optim.SGD, lr=0.1), check=False)
+    found = run(*given, losses.masked_loss, partial(torch.optim.SGD, lr=0.1)).losses[0]
+    logits = stages[1](stages[0](tokens.clamp(min=0)))
+    assert found == pytest.approx(float(losses.next_token_loss(logits, tokens)))

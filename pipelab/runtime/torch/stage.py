@@ -1,5 +1,6 @@
 """A stage of a torch model: the forwards and backwards of its micro-batches."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -59,6 +60,8 @@ class Aliased(NamedTuple):
 
 class TorchStage(VersionedStage):
     """A stage of a module: the base holds its weights; micro-batches use them here."""
+
+    _told = False  # whether it has warned of padding
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
@@ -147,6 +150,9 @@ class TorchStage(VersionedStage):
         pair = isinstance(value, tuple)
         mean, count = value if pair else (value, given.samples)
         _check_mean(mean, y)
+        # A GPU would be waited for.
+        if not (pair or self._told) and (self._on_cpu or not microbatch):
+            self._told = _warn_of_padding(self.options.loss, target)
         # A number, where it need not be waited for: a tensor that is kept between others that are
         # not would keep their memory from being one piece again.
         kept = mean.item() if self._on_cpu else mean.detach()
@@ -335,6 +341,23 @@ def _check_mean(mean: Any, output: Any) -> None:
             "the loss is detached from the model's output, so nothing would be trained: leave out "
             "detach(), item() and no_grad() in the loss"
         )
+
+
+def _warn_of_padding(loss: Any, target: Any) -> bool:
+    """Warn of a loss without a count if its targets hold -100, which torch's losses leave out."""
+    whole = [t for t in pytree.tree_leaves(target) if getattr(t, "dtype", 0) is torch.int64]
+    padded = any((t == -100).any() for t in whole)
+    if padded:
+        warnings.warn_explicit(
+            "targets hold -100, which a mean of torch leaves out, but the loss returns no count: "
+            "a micro-batch with more padding weighs as much; return (mean, count), as "
+            "pipelab.models.losses.masked_loss does",
+            UserWarning,
+            getattr(loss, "__qualname__", "loss"),
+            0,
+            getattr(loss, "__module__", None),
+        )
+    return padded
 
 
 def _aliases(output: Any) -> list[int]:
