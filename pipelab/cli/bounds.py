@@ -7,6 +7,7 @@ from typing import Any
 from pipelab import Costs, Schedule, simulate
 from pipelab.cli.options import Count, Json, Positive
 from pipelab.cli.report import GAP, gap_text
+from pipelab.optimize.bounds import Bound
 from pipelab.optimize.order import bound, gap, memory_used
 from pipelab.schedules import make_all
 from pipelab.table.action import HOST, Kind
@@ -57,12 +58,20 @@ def bound_command(
         named = {"by_stages": every, "schedules": found, "left_out": left_out}
         print(dumps({**sizes, **one, **named}))
         return
+    _print(bounds, found, "whole" if whole else "split", limited=memory is not None)
+    for why in left_out.values():
+        print(f"left out: {why}")
+
+
+def _print(
+    bounds: dict[str, Bound], found: list[dict[str, Any]], backwards: str, limited: bool
+) -> None:
+    """The bounds, then every schedule's line."""
     for stages, least in bounds.items():
-        print(f"lower bound, {stages}, {'whole' if whole else 'split'} backwards   seconds")
+        print(f"lower bound, {stages}, {backwards} backwards   seconds")
         for name, seconds in least.by.items():
             print(f"{name:<45} {seconds:>9.6g}")
         print()
-    limited = memory is not None
     print(f"schedule          seconds   memory{'  fits' if limited else ''}     gap")
     for each in found:
         fits = ("   yes" if each["fits"] else "    no") if limited else ""
@@ -74,8 +83,6 @@ def bound_command(
         print(line.rstrip())
     print("memory: micro-batches whose activations a device keeps at its peak", GAP, sep="\n")
     print("A bound holds for its own stages a device and this memory: others may be faster.")
-    for why in left_out.values():
-        print(f"left out: {why}")
 
 
 def _stages(schedule: Schedule) -> str:

@@ -391,15 +391,8 @@ class Problem:
                 sizes[name] = join(sizes[name], gather)
             state = state + 2 * max(profile.of("weights"))  # of a layer that was gathered
             sizes["weights"] = own
-        # [2] the update: gradients are summed, each where its state is; new weights gathered
-        gradients = self.gradients * weights, self.gradients * experts
-        update = self._summed(choice, *gradients, passes=1 if self.zero else 2)
-        if self.zero == 1:
-            update = update + self._summed(choice, weights, experts, passes=1)
-        if self.overlap:  # all but a device's last layer's runs beside the backward
-            hidden = (sizes["input_grad"] + sizes["weight_grad"]) / slices
-            last = update / np.maximum(b - a, 1) / choice.virtual
-            update = np.maximum(update - hidden, last)
+        # [2] the update: sums of gradients, and a pass over them and the state
+        update = self._exchanged_update(choice, sizes, weights, experts, b - a)
         update = update + 2 * (state + 2 * sizes["weights"]) / machine.hbm
         # [3] one layer's activations, all of them, while it is recomputed
         if choice.keep != "all":
@@ -478,6 +471,25 @@ class Problem:
             return collective(weights, among, tensor, passes)
         rest = collective(weights - experts, among, tensor, passes)
         return rest + collective(experts, among // self.expert, tensor, passes)
+
+    def _exchanged_update(
+        self,
+        choice: TrainingChoice,
+        sizes: Mapping[str, Any],
+        weights: Any,
+        experts: Any,
+        layers: Any,
+    ) -> Any:
+        """Seconds to sum gradients, each where its state is, and to gather the new weights."""
+        gradients = self.gradients * weights, self.gradients * experts
+        update = self._summed(choice, *gradients, passes=1 if self.zero else 2)
+        if self.zero == 1:
+            update = update + self._summed(choice, weights, experts, passes=1)
+        if self.overlap:  # all but a device's last layer's runs beside the backward
+            hidden = (sizes["input_grad"] + sizes["weight_grad"]) / choice.slices
+            last = update / np.maximum(layers, 1) / choice.virtual
+            update = np.maximum(update - hidden, last)
+        return update
 
     def _speeds(self, choice: TrainingChoice) -> list[float]:
         return _speeds(self.machine, choice.home, choice.shared * choice.replicas)
