@@ -57,7 +57,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/traces.py
 	$(BIN)/python benchmarks/published.py
 
-gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready$(if $(filter cuda,$(DEVICE)),-gpu))  ## what only a GPU shows, cheapest first, in 33 minutes at most; LIMIT=540 ends it earlier, DEVICE=cpu rehearses it, BEGIN=JAX goes on there, PYTHON=python3 needs no .venv
+gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready$(if $(filter cuda,$(DEVICE)),-gpu))  ## what only a GPU shows, cheapest first; LIMIT=540 ends it then, DEVICE=cpu rehearses it, BEGIN=JAX goes on there, PYTHON=python3 needs no .venv
 	PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks $(GPU_PYTHON) -m gpu.report --device $(DEVICE) $(if $(BEGIN),--begin '$(BEGIN)') $(if $(LIMIT),--seconds $(LIMIT))
 
 site: .venv/.ready  ## the course as web pages, in build/site: open build/site/index.html

@@ -5,7 +5,7 @@ so the code per message is short.
 """
 
 import pickle
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from ctypes import c_char, memmove
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipelab.runtime.stage import Device
 from pipelab.runtime.torch.packing import as_bytes, dense, empty, like, tensors_of
+from pipelab.runtime.torch.streams import receiving_on
 from pipelab.runtime.transport import Key, Lost, lost
 from pipelab.runtime.wire import Ends, Link, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
@@ -91,11 +92,13 @@ def _buckets(parts: Sequence[Tensor]) -> list[list[int]]:
     """The parts' numbers, those of one type together, until they have about BUCKET bytes."""
     full: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
+    filled: Counter[torch.dtype] = Counter()
     for i, part in enumerate(parts):
-        bucket = filling.setdefault(part.dtype, [])
-        bucket.append(i)
-        if sum(parts[k].nbytes for k in bucket) >= BUCKET:
+        filling.setdefault(part.dtype, []).append(i)
+        filled[part.dtype] += part.nbytes
+        if filled[part.dtype] >= BUCKET:
             full.append(filling.pop(part.dtype))
+            del filled[part.dtype]
     return [*full, *filling.values()]
 
 
@@ -139,7 +142,7 @@ class GroupLink(Link):
         self.to, self.back, self.device = to, back, device
         self.on_cpu = device.type == "cpu"
         # NCCL receives behind what the current stream computes: of one of its own that is nothing.
-        self.receiving = None if self.on_cpu else torch.cuda.Stream(device)
+        self.receiving = None if self.on_cpu else receiving_on(device, f"rank {other}")
         self.rank = dist.get_group_rank(to, other)  # of the other end, in both groups
         # A tensor has to be kept until it has left, which torch does only for NCCL's. To wake a
         # thread for every one would take longer than to send it.
