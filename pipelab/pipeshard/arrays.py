@@ -73,6 +73,12 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "dtype") or isinstance(value, (int, float, complex))
 
 
+def shown(value: Any) -> str:
+    """The value in an error, on one line of 60 characters at most."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def moved(x: Any, home: NamedSharding) -> Any:
     """The array at home: itself, if it is already there."""
     old = getattr(x, "sharding", None)

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
 from pipelab.jax.jaxpr import Arrays, Graph, inline, is_mutable, read_by, variables
-from pipelab.pipeshard.arrays import is_array, shape_of
+from pipelab.pipeshard.arrays import is_array, shape_of, shown
 
 # A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
 # function; it is lowered to nothing, and has no derivative: the loss is cut, never its gradient.
@@ -173,7 +173,9 @@ def _checked(out: Any, has_aux: bool, weighted: bool) -> Any:
             )
     for leaf in jax.tree.leaves(aux):
         if not is_array(leaf):
-            raise TypeError(f"the loss also returns {leaf!r}, which is not an array: leave it out")
+            raise TypeError(
+                f"the loss also returns {shown(leaf)}, which is not an array: leave it out"
+            )
     return out
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from pipelab.pipeshard.agreement import compare_step
-from pipelab.pipeshard.arrays import NO_MESH, PipeshardError, settings
+from pipelab.pipeshard.arrays import NO_MESH, PipeshardError, settings, shown
 from pipelab.pipeshard.call import Call, run_call
 from pipelab.pipeshard.hosts import Hosts
 from pipelab.pipeshard.method import FollowedStages, Pipeshard, Plan
@@ -300,9 +300,11 @@ class Parallelized:
 
     def _flat(self, args: Sequence[Any], options: Mapping[str, Any]) -> Arguments:
         for name, value in options.items():
+            how = f"parallelize(functools.partial(step, {name}={shown(value)}), ...)"
+            given = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(value))
             raise TypeError(
-                f"unexpected keyword argument {name!r}: pass arguments by position, and bind "
-                f"options before: parallelize(functools.partial(step, {name}={value!r}), ...)"
+                f"unexpected keyword argument {name!r}: pass arguments by position"
+                + ("" if given else f", and bind options before: {how}")
             )
         for name in ("batch_argnums", "donate_argnums"):
             argnums = getattr(self, name)

@@ -28,7 +28,7 @@ from pipelab.jax.jaxpr import (
     substitute,
     variables,
 )
-from pipelab.pipeshard.arrays import PipeshardError, is_array, is_inexact, on_mesh
+from pipelab.pipeshard.arrays import PipeshardError, is_array, is_inexact, on_mesh, shown
 from pipelab.pipeshard.marker import grad_p
 from pipelab.pipeshard.method import AXES
 
@@ -122,7 +122,7 @@ def _check_leaf(name: str, value: Any) -> None:
         )
     if not is_array(value):
         raise PipeshardError(
-            f"argument {name} is {value!r}, not an array: bind it by functools.partial, or "
+            f"argument {name} is {shown(value)}, not an array: bind it by functools.partial, or "
             "leave it out"
         )
 

@@ -829,7 +829,7 @@ def shared_step(x, batch):
 
 @pytest.mark.parametrize("before", [shared_condition, shared_step])
 def test_a_loop_that_mixes_samples_is_refused(before):
-    assert_refused("neither a mean nor a sum", loss_of(before=before))
+    assert_refused("a sample does not make alone", loss_of(before=before))
 
 
 def test_a_network_that_the_loss_calls_twice():
@@ -937,3 +937,22 @@ def test_mutable_arrays_of_the_caller_are_refused():
         with pytest.raises(PipeshardError, match=match):
             parallelize(step, Pipeshard(4, devices=TWO), (2,))(PARAMS, given, data(16))
     assert OUTSIDE[...] == 0
+
+
+# ---- short refusals
+
+
+def test_an_average_is_offered_for_a_mean_alone():
+    def root(params, batch):
+        return jnp.sqrt(jnp.mean(batch["x"] @ params[0] @ params[1]))
+
+    with pytest.raises(PipeshardError, match="return a mean or a sum of values") as refused:
+        pipeline_of(root).compile(PARAMS, data(16))
+    assert "reduce" not in str(refused.value)
+
+
+def test_a_batch_by_keyword_is_not_printed():
+    pipeline = pipeline_of(lambda params, batch: jnp.mean(batch["x"] @ params[0]))
+    with pytest.raises(TypeError) as refused:
+        pipeline(PARAMS, batch=data(16))
+    assert str(refused.value) == "unexpected keyword argument 'batch': pass arguments by position"

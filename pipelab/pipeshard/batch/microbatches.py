@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from pipelab.jax.jaxpr import Arrays, Atom, Graph
+from pipelab.jax.jaxpr import Arrays, Atom, Graph, variables
 from pipelab.jax.passes import sum_type
 from pipelab.pipeshard.arrays import (
     PipeshardError,
     is_inexact,
     shape_of,
 )
+from pipelab.pipeshard.batch.primitives import KEEP
 from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
 from pipelab.pipeshard.method import Pipeshard
@@ -115,10 +116,11 @@ def _combined(
     for name, pair in zip(piece.result_names, pairs, strict=True):
         tag = found.of(pair)
         exact &= tag.role is not Role.MIXED and tag.degree in BY_DEGREE
+        is_mean = _is_mean(piece.loss, pair[0], found.axes)
         if piece.trains and not combine:  # the loss; results beside it may be joined, too
-            combine.append(_of_loss(tag, reduce))
+            combine.append(_of_loss(tag, reduce, is_mean))
         else:
-            combine.append(_of_aux(name, tag, pair[0], found.axis_of(pair), reduce))
+            combine.append(_of_aux(name, tag, pair[0], found.axis_of(pair), reduce, is_mean))
     return combine, found.axes, exact
 
 
@@ -173,7 +175,22 @@ def in_pieces(
     return [each.apply(list(xs)) for each, xs in zip(how, columns, strict=True)]
 
 
-def _of_loss(tag: Tag, reduce: str | None) -> Combine:
+def _is_mean(loss: Graph, result: Atom, axes: dict[Var, int]) -> bool:
+    """Whether a result is written as a mean over the batch, whatever of: a sum, divided."""
+    maker = {v: eqn for eqn in loss.equations for v in eqn.outvars}
+    divided = False
+    while isinstance(result, Var) and result in maker:
+        eqn = maker[result]
+        name, (result, *others) = eqn.primitive.name, eqn.invars or [None]
+        if name == "reduce_sum":
+            return divided and axes.get(result) in eqn.params["axes"]
+        if name not in KEEP and not (name in ("div", "mul") and not variables(others)):
+            return False
+        divided |= name in ("div", "mul")
+    return False
+
+
+def _of_loss(tag: Tag, reduce: str | None, is_mean: bool) -> Combine:
     if tag.role is Role.FIXED:
         raise PipeshardError("the loss does not depend on the batch: check batch_argnums")
     known = BY_DEGREE.get(tag.degree) if tag.role is Role.REDUCED else None
@@ -184,13 +201,20 @@ def _of_loss(tag: Tag, reduce: str | None) -> Combine:
     if known or reduce:
         return Combine(known or How(reduce))
     why = f": {tag.why}" if tag.why else f" (it grows as samples to the power {tag.degree:g})"
+    what, remedy = "neither a mean nor a sum over the batch", ""
+    if is_mean:
+        what = "a mean over the batch, but of values that a sample does not make alone"
+        remedy = "; to average over micro-batches anyway, say Pipeshard(reduce='mean')"
+    elif ";" not in why:  # which has a remedy there
+        remedy = "; return a mean or a sum of values that each sample makes alone"
     raise PipeshardError(
-        f"the loss is neither a mean nor a sum over the batch{why}, so micro-batches do not add up "
-        "to the batch; to average over micro-batches anyway, say Pipeshard(reduce='mean')"
+        f"the loss is {what}{why}, so micro-batches do not add up to the batch{remedy}"
     )
 
 
-def _of_aux(name: str, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) -> Combine:
+def _of_aux(
+    name: str, tag: Tag, atom: Atom, axis: int | None, reduce: str | None, is_mean: bool
+) -> Combine:
     if axis is not None:
         if reduce or not (tag.role is Role.MIXED or tag.degree):
             return Combine(How.JOIN, axis)
@@ -209,6 +233,6 @@ def _of_aux(name: str, tag: Tag, atom: Atom, axis: int | None, reduce: str | Non
         )
     raise PipeshardError(
         f"{name}, shape {shape_of(atom)}, is neither a mean nor a sum "
-        f"over the batch nor one value per sample{why}: leave it out, or say "
-        "Pipeshard(reduce='mean') to average it over the micro-batches"
+        f"over the batch nor one value per sample{why}: leave it out"
+        + (", or average it over the micro-batches: Pipeshard(reduce='mean')" if is_mean else "")
     )

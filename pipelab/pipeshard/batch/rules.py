@@ -203,8 +203,9 @@ def _reduced(result: Result) -> Tag | None:
         return mixed(result.eqn) if result.unclear else None
     if result.linear and not result.grows and not result.unclear:
         return Tag(Role.REDUCED, result.degree or 0)
-    why = "makes something else of it"
+    why = "joins single samples with a sum over all of them"
     if Role.SAMPLES not in result.roles:
+        why = "is not linear in a sum over the samples"
         if result.name in ADD:
             why = "adds a sum over the samples to something else (take their mean instead)"
         if result.name in ("div", "max", "add", "clamp", "gt", "ge", "lt", "le", "eq", "ne"):

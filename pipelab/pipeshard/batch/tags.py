@@ -50,8 +50,23 @@ def paired(small: Iterable[Any], large: Iterable[Any]) -> Pairs:
     return list(zip(small, large, strict=True))
 
 
-def mixed(eqn: JaxprEqn, why: str = "makes something else of it") -> Tag:
-    return Tag(Role.MIXED, 0, f"{eqn.primitive.name} ({place_of(eqn)}) {why}")
+# What an equation that mixes samples does with them, by what the user may have written.
+MIXES = {
+    "iota": (
+        "numbers the entries of the batch, as jnp.arange and jnp.argsort do (in a micro-batch they "
+        "have other numbers)"
+    ),
+    **dict.fromkeys(
+        ("pure_callback", "io_callback", "ffi_call"),
+        "runs code that cannot be looked into, and may mix samples",
+    ),
+}
+
+
+def mixed(eqn: JaxprEqn, why: str = "") -> Tag:
+    name = eqn.primitive.name
+    why = why or MIXES.get(name, "does not keep the samples apart")
+    return Tag(Role.MIXED, 0, f"{name} ({place_of(eqn)}) {why}")
 
 
 def samples(degree: float, inner: Iterable[int]) -> Tag:
