@@ -139,6 +139,7 @@ class Outcome:
     weights  by stage, trained
     unsplit  by stage, if any: see `Run`
     states   by stage, what training continues from
+    digests  by stage that has copies or replicas, of its weights by name
     unsaved  why these could not be told, or their checkpoint not be written, if so
     """
 
@@ -153,6 +154,7 @@ class Outcome:
     weights: dict[int, Any] = field(default_factory=dict)
     unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
     states: dict[int, Any] = field(default_factory=dict)
+    digests: dict[int, Mapping[str, str]] = field(default_factory=dict)
     unsaved: Exception | None = None
 
 

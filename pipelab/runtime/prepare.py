@@ -127,14 +127,17 @@ def find_partners(
 ) -> dict[int, list[int]]:
     """By stage, the stages whose news its updates wait for, if any.
 
-    All for a common norm, else those with the same tied weights. ValueError if such a wait would
-    never end.
+    All for a common norm, else those with the same tied weights, and copies of a stage. ValueError
+    if such a wait would never end.
     """
     # [1] whose news each stage waits for
     # With a common norm a stage waits for all, itself too: the sum is then the same in each.
     every = range(schedule.stages)
     common = clip is not None and not schedule.asynchronous
-    waiting = {s: [o for o in every if common or ties[s] & ties[o]] for s in every}
+    copies = [schedule.copies_of(s) if schedule.training else [] for s in every]
+    waiting = {
+        s: [o for o in every if common or ties[s] & ties[o] or o in copies[s]] for s in every
+    }
     partners = {s: others for s, others in waiting.items() if others}
     # [2] from the end of a row back to its beginning: an update may not wait for a stage of its own
     #     device whose backward is still to come

@@ -65,9 +65,14 @@ def run(
                optax.clip_by_global_norm
     backend    "threads" of this process, or "processes" of this machine, one a device (messages
                over gloo; needed where several stages use forward-mode differentiation, of which a
-               process has one). Default: threads; a process started by torchrun or another
-               launcher is one of the ranks (messages over gloo, or NCCL if every rank has its own
-               GPU). "jax": threads, with jitted stages; after jax.distributed.initialize, over all
+               process has one). Processes import modules anew, without what a script has changed
+               there: globals, attributes of classes, functions put in place of others. What the
+               stages' classes, the loss and the optimizer's factory name is compared before
+               training, and refused if it differs; not seen are the insides of other objects,
+               globals of installed libraries, and what a library reads from the environment when
+               it is imported. Default: threads; a process started by torchrun or another launcher
+               is one of the ranks (messages over gloo, or NCCL if every rank has its own GPU).
+               "jax": threads, with jitted stages; after jax.distributed.initialize, over all
                processes, which all make this call. Its heartbeat_timeout_seconds (100) must be
                above `timeout`: it ends a process that hangs, without a RunError
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its
@@ -114,7 +119,9 @@ def run(
     `Trainer` does the same batch by batch, without an end.
 
     Layers that normalize over a batch (BatchNorm) see micro-batches: that trains a different model
-    from whole batches, and the reference follows it on its own.
+    from whole batches, and the reference follows it on its own. Copies of a stage (`dualpipe`,
+    `chimera`) and replicas have their own buffers until an update; then they take those of the
+    first replica's first copy, as in torch's DistributedDataParallel (broadcast_buffers).
 
     jax does not support replicas, autocast (choose the parameters' type), tied weights, dumps or
     checkpoints.

@@ -125,7 +125,7 @@ class Wing(ABC):
     def check_caller(self) -> None:  # noqa: B027
         """Reject a caller's context that differs from the training's."""
 
-    def look_at(self, batches: Sequence[Any]) -> None:  # noqa: B027
+    def look_at(self, batches: Data) -> None:  # noqa: B027
         """Look at the data for what the jobs need to know beforehand."""
 
     @abstractmethod
@@ -261,6 +261,7 @@ class Session(AbstractContextManager):
                     if table.training:
                         self.done = segment.batches.stop
                     result = result_of(segment, outcomes, self.options)
+                    self.check_copies(outcomes)
                     # A rank that could not write its part keeps its outcome: the run is not lost.
                     for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
                         raise unsaved
@@ -394,7 +395,23 @@ class Session(AbstractContextManager):
     def ask(self, call: str, **fields: Any) -> list[Outcome]:
         """The outcomes of orders without actions, under the name `call`."""
         self.give([Order(**fields) for _ in self.ranks])
-        return self.collect(call)
+        outcomes = self.collect(call)
+        self.check_copies(outcomes)
+        return outcomes
+
+    def check_copies(self, outcomes: Sequence[Outcome]) -> None:
+        """RunError if a copy or a replica has other weights than the first, where it was asked."""
+        n, first = self.schedule.model_stages, by_stage(outcomes, "digests")
+        for o in outcomes:
+            for s, of_stage in o.digests.items():
+                for name in (k for k in of_stage if of_stage[k] != first[s % n].get(k)):
+                    raise RunError(
+                        f"weight {name} of stage {s % n} differs between copy 0 of replica 0 and "
+                        f"copy {s // n} of replica {o.replica}: a forward writes into it, or the "
+                        "optimizer draws random numbers, and each does so alone. Keep in a buffer "
+                        "what a forward changes, seed the optimizer's draws by the update's "
+                        "number, or use replicas=1 and a schedule without copies"
+                    )
 
     def _states(self) -> tuple[dict[int, Any], str]:
         """By stage, the state that training continues from; or why it cannot be told.

@@ -170,6 +170,10 @@ class Stage(Protocol):
         """Keep what the last update did; not part of the update, to leave its time unchanged."""
         return None
 
+    def digests(self) -> Mapping[str, str]:
+        """Digests of the latest weights by name, which copies and replicas must have, too."""
+        return {}
+
     def resume_state(self) -> Any:
         """The state that a training continues from between two batches, if possible."""
         return None
@@ -190,6 +194,19 @@ class Stage(Protocol):
 
     def replace_sums(self, update: int, sums: list[Any]) -> None:
         """Continue with the sums over replicas."""
+        return None
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether it has buffers, which forwards may change; the same in copies and replicas."""
+        return False
+
+    def buffers(self) -> Any:
+        """Copies of them, for copies of this stage and replicas."""
+        return None
+
+    def take_buffers(self, buffers: Any) -> None:
+        """Continue with those of the first replica's first copy."""
         return None
 
 

@@ -82,6 +82,15 @@ class Transport:
         received = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
         return add_up(map(home.take, received))
 
+    def from_first_replica(self, key: Key, device: int, payload: Any, home: Device) -> Any:
+        """The payload that the first replica gives, on the same device of each; waits for it."""
+        first, *others = self.replicas
+        if self is not first:
+            return home.take(self.receive(key, device).payload)
+        for replica in others:
+            replica.send(key, device, Message(home.give(payload), 0.0))
+        return payload
+
     def sleep(self, seconds: float) -> None:
         """Wait, or only check if `seconds` is not positive: Aborted when the run has ended."""
         if self.ended.wait(seconds) if seconds > 0 else self.ended.is_set():

@@ -186,6 +186,10 @@ class Worker:
             if order.training:
                 outcome.weights = {s: stage.trained() for s, stage in stages.items()}
             outcome.unsplit = {s: stage.unsplit for s, stage in stages.items() if stage.unsplit}
+        # The check compares more, and lets a run end that has gone wrong.
+        several = self.job.replicas > 1 or self.job.schedule.copies > 1
+        if several and order.training and not order.keep and (order.report or order.save):
+            outcome.digests = {s: stage.digests() for s, stage in stages.items()}
         if order.state:
             try:
                 outcome.states = {s: stage.resume_state() for s, stage in stages.items()}
@@ -365,7 +369,7 @@ class Worker:
         return table.placement[other] if alike else None
 
     def _end_backwards(self, own: int, update: int) -> None:
-        """After a stage's last backward of an update: add up over replicas, and tell partners.
+        """After a stage's last backward of an update: tell replicas, copies and partners.
 
         What their updates wait for is told here and not in the update itself: two updates that wait
         for each other would never end. Replicas may wait for each other, since they do the
@@ -379,7 +383,11 @@ class Worker:
                 sums = stage.sums(update)
                 sums = self.transport.sum_over_replicas((own, update), row, sums, self.device)
                 stage.replace_sums(update, sums)
-        # [2] what partners' same updates wait for
+        # [2] the buffers of the first copy, for the others
+        if stage.has_buffers and own < self.job.schedule.model_stages:
+            with self.device.working(own):
+                self._hand_on_buffers(own, update)
+        # [3] what partners' same updates wait for
         if partners := self.job.partners.get(own):
             # After [1]: a norm is that of the sums over all replicas.
             with self.device.working(own):
@@ -388,7 +396,27 @@ class Worker:
                 home = self.job.schedule.placement[other]
                 self.transport.send((own, "news", update, other), home, Message(news, 0.0))
 
+    def _hand_on_buffers(self, own: int, update: int) -> None:
+        """Give the buffers of the first replica's first copy to the others, as DDP does.
+
+        Between a stage's last backward of an update and its first forward after it, so that all of
+        them begin every update with the same ones.
+        """
+        stage, row, key = self.stages[own], self.job.row, (own, "buffers", update)
+        buffers = stage.buffers()
+        if self.job.replicas > 1:
+            buffers = self.transport.from_first_replica(key, row, buffers, self.device)
+            if self.job.replica:
+                stage.take_buffers(buffers)
+        for copy in self.job.schedule.copies_of(own)[1:]:
+            message = Message(self.device.give(buffers), 0.0)
+            self.transport.send((*key, copy), self.job.schedule.placement[copy], message)
+
     def _collect_news(self, update: Action) -> dict[int, Any]:
+        stage, copies = self.stages[update.stage], self.job.schedule.copies_of(update.stage)
+        if update.stage in copies[1:] and stage.has_buffers:
+            key = copies[0], "buffers", update.microbatch, update.stage
+            stage.take_buffers(self.device.take(self.transport.receive(key, self.job.row).payload))
         found = {}
         for s in self.job.partners[update.stage]:
             key = s, "news", update.microbatch, update.stage

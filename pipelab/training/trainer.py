@@ -45,6 +45,7 @@ class Trainer(AbstractContextManager):
                "first" of this call; or a number n, for that one and every n-th; True: all; False:
                none. The pipeline is emptied around a checked batch, which does not change its
                weights. A failed verdict is a warning
+    backend    as for `run`: processes import modules anew, without what a script has changed there
     resume     a checkpoint of `save` or `run` to continue from, bit for bit as `run` does
     timeout    processes: seconds without the end of any action, while there is work, until the
                training fails. If a launcher has started them, also how much later than the others a

@@ -30,6 +30,7 @@ from pipelab.runtime.torch.state import (
     copies_of,
     differ,
     equal,
+    load_buffers,
 )
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Sums, Weights
@@ -98,8 +99,8 @@ class TorchArithmetic(reference.Arithmetic):
             for stages_of_replica in self.replicas:
                 copied: Any = stages_of_replica[s]  # type: ignore[index]
                 load_into_modules(copied, state.attributes, partial(TREES.map, self._moved))
-                for name, buffer in copied.named_buffers():
-                    buffer.data = self._moved(state.buffers[name])
+                moved = {name: self._moved(buffer) for name, buffer in state.buffers.items()}
+                load_buffers(copied, moved, self.device)
         # [4] the truth never steps
         self.optimizers = [] if wide else self._make_optimizers()
         for of_stage, state, made in zip(named, start, self.optimizers, strict=False):
@@ -238,6 +239,13 @@ class TorchArithmetic(reference.Arithmetic):
 
     def buffers(self) -> list[dict[str, Any]]:
         return [dict(stage.named_buffers()) for stage in self.stages]
+
+    def hand_on_buffers(self) -> None:
+        first, *others = self.replicas
+        for other in others:
+            for part, of_first in zip(other.modules(), first.modules(), strict=True):
+                for name, buffer in of_first._buffers.items():
+                    part._buffers[name] = None if buffer is None else buffer.clone()
 
     def remembered(self) -> "_State":
         return _State(self.replicas)

@@ -27,8 +27,9 @@ from pipelab.runtime.orders import Outcome
 from pipelab.runtime.threads import BEFORE, Orders, RankJob, Threads
 from pipelab.runtime.torch import settings
 from pipelab.runtime.torch.groups import FOREVER, GroupWire
+from pipelab.runtime.torch.imported import Facts, check_same, facts_of
 from pipelab.runtime.transport import Lost
-from pipelab.runtime.worker import Job, RunError, told
+from pipelab.runtime.worker import RunError, told
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -39,11 +40,13 @@ class Connected(NamedTuple):
     marks   of progress, by rank
     ready   when each rank was ready, on the common clock; 0 before
     folder  for files of all; it exists until the ranks are killed
+    environment  the caller's now: the server that ranks are forked from may be older
     """
 
     marks: Any
     ready: Any
     folder: str
+    environment: dict[str, str]
 
 
 class Failure:
@@ -66,6 +69,8 @@ def rank_process(connection: Connection, rank: int, connected: Connected) -> Non
     """A rank's process: receive the job, do it, send the outcomes or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
     folder = connected.folder
+    os.environ.clear()
+    os.environ.update(connected.environment)
     if not os.path.isdir(folder):  # the caller was interrupted while it started this
         os._exit(1)
     with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
@@ -101,8 +106,13 @@ def rank_process(connection: Connection, rank: int, connected: Connected) -> Non
 # ---- what it does
 
 
-def perform(job: Job, connected: Connected, orders: Orders) -> Iterator[Outcome]:
-    """Do the orders of this rank's job, in step with the others, until it is killed."""
+def perform(facts: Facts, job: Any, connected: Connected, orders: Orders) -> Iterator[Outcome]:
+    """Do the orders of this rank's job, in step with the others, until it is killed.
+
+    facts  what the caller has in modules: see `imported`
+    """
+    own = facts_of([*job.modules.values()], job.options.loss, job.options.optimizer)
+    check_same(facts, own)
 
     def began() -> float:
         connected.ready[job.rank] = time.perf_counter()

@@ -87,6 +87,29 @@ class GroupWire(Wire):
             found |= {i: t.view_as(parts[i]) for i, t in zip(bucket, pieces, strict=True)}
         return [found[i] for i in range(len(parts))]
 
+    def from_first_replica(self, key: Key, device: int, payload: Any, home: Device) -> Any:
+        """As one row of bytes, with its length and that of its head before it."""
+        tensors: list[Tensor] = []
+        form = _form(payload, tensors)
+        tensors = [dense(tensor.to(self.device)) for tensor in tensors]
+        head = _row_of(pickle.dumps((form, [*map(like, tensors)]))).to(self.device)
+        row = torch.cat([head, *(as_bytes(tensor) for tensor in tensors if tensor.nbytes)])
+        sizes = torch.tensor([len(head), len(row)], device=self.device)
+        first = self._job.replica == 0
+        with TORCH_FAILS:
+            dist.broadcast(sizes, group=self._replicas, group_src=0)
+            size, total = sizes.tolist()
+            row = row if first else row.new_empty(total)
+            dist.broadcast(row, group=self._replicas, group_src=0)
+        if first:
+            return payload
+        form, alike = pickle.loads(bytes(row[:size].tolist()))
+        tensors = [empty(one, self.device) for one in alike]
+        for tensor in filter(lambda t: t.nbytes, tensors):
+            as_bytes(tensor).copy_(row[size : size + tensor.nbytes])
+            size += tensor.nbytes
+        return _filled(form, iter([tensor.to(home.device) for tensor in tensors]))
+
 
 def _buckets(parts: Sequence[Tensor]) -> list[list[int]]:
     """The parts' numbers, those of one type together, until they have about BUCKET bytes."""

@@ -5,6 +5,7 @@ It never leaves a process, file or port behind.
 
 import io
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
@@ -30,9 +31,10 @@ from torch.utils import _pytree as pytree
 from pipelab.runtime.orders import Order, Outcome
 from pipelab.runtime.threads import STARTS, RankJob, Threads, no_progress, place
 from pipelab.runtime.torch.child import Connected, Failure, perform, perform_once, rank_process
+from pipelab.runtime.torch.imported import facts_of
 from pipelab.runtime.torch.settings import settings
 from pipelab.runtime.torch.state import Compiled, compile_as, compiled_in
-from pipelab.runtime.worker import Job, RunError
+from pipelab.runtime.worker import RunError
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.child"]
 STARTING = Lock()  # this process has one __main__
@@ -44,8 +46,10 @@ class Processes(Threads):
     def __init__(self, timeout: float) -> None:
         self.timeout, self.all = timeout, ExitStack()
 
-    def start(self, jobs: Sequence[Job], *_: Any) -> None:
-        self.running = self.all.enter_context(_started(jobs, perform))
+    def start(self, jobs: Sequence[Any], *_: Any) -> None:
+        modules = [module for job in jobs for module in job.modules.values()]
+        facts = facts_of(modules, jobs[0].options.loss, jobs[0].options.optimizer)
+        self.running = self.all.enter_context(_started(jobs, partial(perform, facts)))
 
     def submit(self, orders: Sequence[Order]) -> None:
         for rank, order in zip(self.running, orders, strict=True):
@@ -82,7 +86,7 @@ def _started(
         ranks = []
         try:
             shared = context.RawArray("q", [STARTS] * len(jobs)), context.RawArray("d", len(jobs))
-            connected = Connected(*shared, name)
+            connected = Connected(*shared, name, dict(os.environ))
             with _main_hidden():
                 _start_server()
                 for job in jobs:

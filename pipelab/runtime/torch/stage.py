@@ -18,6 +18,7 @@ from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.torch.device import CpuDevice, whole_backward
 from pipelab.runtime.torch.ledger import Saved, explained, remaining, storages
 from pipelab.runtime.torch.offload import Offloaded
+from pipelab.runtime.torch.reach import check_graph
 from pipelab.runtime.torch.split_backward import Halves
 from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
 from pipelab.runtime.torch.weights import VersionedStage
@@ -149,6 +150,11 @@ class TorchStage(VersionedStage):
             return y, [*leaves, *left], 0
         pair = isinstance(value, tuple)
         mean, count = value if pair else (value, given.samples)
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise ValueError(
+                "the loss's count has a gradient, which would be lost: return its detach(), or one "
+                "mean that is divided by it"
+            )
         _check_mean(mean, y)
         # A GPU would be waited for.
         if not (pair or self._told) and (self._on_cpu or not microbatch):
@@ -196,6 +202,12 @@ class TorchStage(VersionedStage):
         saved: list[ref[Saved]] = []
         with self.device.ledger.watch(key, saved):
             output, ends, count = self._apply(microbatch, entered, self.fed[microbatch].target)
+        version = self.fed[microbatch].version
+        # The second version may be of other tensors than the first one.
+        if len(self._looked) < 2 and version not in self._looked:
+            self._looked.add(version)
+            own = {id(t) for t in (*self.weights[version].values(), *wanted)}
+            check_graph(self.module, self.options.loss if self.last else None, ends, own)
         # Edges, not outputs: what was sent on need not be kept here until its gradient comes.
         edges = [
             get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None

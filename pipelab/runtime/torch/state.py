@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipelab.runtime.batches import Trees
+from pipelab.runtime.batches import Trees, kind_of
 from pipelab.runtime.torch.ledger import parts_of
 
 # What schedulers keep a list of, with an entry for each parameter group.
@@ -451,9 +451,18 @@ def load_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.
                 places.setdefault(id(buffer), []).append((part, attribute))
     for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
-        place, loaded = module.get_submodule(owner), value.to(device, copy=True)
-        for part, other in (*places.get(id(place._buffers.get(attribute)), ()), (place, attribute)):
+        place = module.get_submodule(owner)
+        own = place._buffers.get(attribute)
+        if own is not None and kind_of(own) == kind_of(value) and _is_plain(own):
+            own.data.copy_(value)  # in place: other attributes may be views of it
+            continue
+        loaded = value.to(device, copy=True)
+        for part, other in (*places.get(id(own), ()), (place, attribute)):
             part._buffers[other] = loaded
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _put(buffers: Buffers) -> None:

@@ -1,7 +1,7 @@
 """A torch stage's weights: their versions, and the updates that make them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from pipelab.runtime.torch.state import (
     TREES,
     StageState,
     buffers_of,
+    differ,
     load_buffers,
     on_cpu,
 )
@@ -57,6 +58,7 @@ class VersionedStage(CountingStage):
     first, last  whether it is the model's first or last
     ties    name -> number of the weights that other stages share: their gradients are added up
     copies  the numbers of all stages that are copies of this one; empty if there are no others
+    shared  names of buffers that other stages have, too: no forward may change them
     slices  of a sequence, one after another: the module then takes the past of earlier ones
     start   what to continue from
     names   of its weights in the model: see `recut.names_in`
@@ -88,6 +90,7 @@ class VersionedStage(CountingStage):
         draws: bool,
         names: Mapping[str, str],
         copies: Sequence[int] = (),
+        shared: Collection[str] = (),
         slices: int = 1,
     ) -> None:
         super().__init__(device, options, first=first, last=last)
@@ -110,6 +113,9 @@ class VersionedStage(CountingStage):
         self._parts = [part for part in module.modules() if part._buffers]
         if start:
             self._load(start)
+        buffers = dict(module.named_buffers())
+        self._shared = {name: (buffers[name], buffers[name].clone()) for name in shared}
+        self._looked: set[int] = set()  # versions whose graph was looked through for other weights
         # Handles stand for the weights in the optimizer: its state stays with them while versions
         # come and go. They are made from .data, since a detached tensor shares the weight's version
         # counter: a step would look like a change.
@@ -137,9 +143,11 @@ class VersionedStage(CountingStage):
     def begin(self, stage: int, order: Order) -> None:
         if self.training and not order.training:
             self._modes = [(part, part.training) for part in self.module.modules()]
+            self._before = self.buffers()
             self.module.eval()
-        elif order.training and not self.training:
-            for part, trains in self._modes:  # after an evaluation they train as before
+        elif not self.training:  # an evaluated batch leaves nothing behind
+            self.take_buffers(self._before)
+            for part, trains in self._modes if order.training else ():
                 part.train(trains)
         super().begin(stage, order)
 
@@ -166,6 +174,7 @@ class VersionedStage(CountingStage):
         That is summed over the versions that its micro-batches read. `received` is the news of the
         same update by stage, where stages share a clipping norm or tied weights.
         """
+        self._check_shared()
         # On a GPU a forward that looked at its loss would wait for it: all are looked at here.
         if self.last and not self._on_cpu:
             for k, given in self.fed.items():
@@ -217,6 +226,15 @@ class VersionedStage(CountingStage):
         self._of_optimizer = None
         self.end_update(number)
 
+    def _check_shared(self) -> None:
+        for name, (buffer, before) in self._shared.items():
+            if differ(before, buffer):
+                raise ValueError(
+                    f"buffer {name} is one with another stage's, but a forward has changed it, and "
+                    "each stage has its own copy: give each its own (clone()), or put both in one "
+                    "stage"
+                )
+
     def _told_square(
         self, number: int, received: Mapping[int, News], tied: Mapping[int, Tensor]
     ) -> Any:
@@ -265,6 +283,17 @@ class VersionedStage(CountingStage):
             if users:  # without a gradient, optimizers leave a weight alone
                 self.total[name] = total
 
+    @property
+    def has_buffers(self) -> bool:
+        return bool(self._parts)
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        return [(name, b.detach().clone()) for name, b in self.module.named_buffers()]
+
+    def take_buffers(self, buffers: list[tuple[str, Tensor]]) -> None:
+        load_buffers(self.module, dict(buffers), self.device.device)
+        self._note_constants()
+
     def news(self) -> News:
         own, tied = [], {}
         for name, gradient in self.total.items():
@@ -304,6 +333,9 @@ class VersionedStage(CountingStage):
             for name, (p, version) in self._frozen.items()
             if latest[name] is p and p._version == version
         }
+
+    def digests(self) -> dict[str, str]:
+        return {name: TREES.digest(p) for name, p in self.weights[self.latest].items()}
 
     def optimizer_state(self) -> StageState:
         """The same without weights and buffers."""

@@ -3,9 +3,9 @@
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch._dynamo  # the first optimizer would load it: a second that Ctrl-C 
 from torch import nn
 
 from pipelab.predict.costs import Recompute
+from pipelab.runtime.batches import Data, cut_batch, samples_of
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order
@@ -24,12 +25,14 @@ from pipelab.runtime.prepare import Segment
 from pipelab.runtime.session import Wing
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
+from pipelab.runtime.torch.alike import check_alike, check_memory, check_slices, shared_buffers
 from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.cuda import torch_device
 from pipelab.runtime.torch.device import CpuDevice, check_modes
 from pipelab.runtime.torch.names import device_names, find_device, find_part, names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
+from pipelab.runtime.torch.reach import check_registered
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState, copies_of
 from pipelab.runtime.worker import Job
@@ -51,6 +54,7 @@ class TorchJob(Job):
     ties     per stage, the numbers of its tied weights by name
     start    by stage, the state to continue from
     names    by stage, the names of its weights in the model
+    shared   by stage, its buffers that other stages have, too
     """
 
     modules: dict[int, nn.Module]
@@ -59,6 +63,7 @@ class TorchJob(Job):
     ties: Sequence[dict[str, int]]
     start: Mapping[int, StageState]
     names: Mapping[int, Mapping[str, str]]
+    shared: Mapping[int, Collection[str]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Its fields for another process, which else would open the caller's GPU beside its own."""
@@ -93,6 +98,7 @@ class TorchJob(Job):
             start=self.start.get(s),
             draws=self.draws,
             names=self.names[s],
+            shared=self.shared.get(s, ()),
             copies=self.schedule.copies_of(s),
             slices=self.schedule.per_sequence,
         )
@@ -127,11 +133,18 @@ class TorchWing(Wing):
 
     def __init__(self, schedule: Schedule, stages: Sequence[nn.Module], options: Options) -> None:
         super().__init__(schedule, stages, options)
+        self._shared: list[set[str]] = [set() for _ in stages]
         check_modes()
         check_replicas(schedule, options.replicas)
         if options.training:
             check_stages(stages)
-            check_statistics(stages[: schedule.model_stages])
+            own = stages[: schedule.model_stages]
+            check_statistics(own)
+            check_memory(own)
+            check_registered(own, options.loss)
+            if schedule.copies > 1 or options.replicas > 1:
+                check_alike(own)
+            self._shared = shared_buffers(own) * schedule.copies
             if options.recompute is not Recompute.NEVER:
                 check_generators(stages)
             self.ties = find_ties(schedule, stages)
@@ -175,6 +188,14 @@ class TorchWing(Wing):
                 )
         return index.seed
 
+    def look_at(self, batches: Data) -> None:
+        table = self.schedule
+        if table.slices and self.launcher.first:
+            sequences = table.microbatches // table.per_sequence * self.options.replicas
+            pieces = min(sequences, samples_of(batches[0], TREES))
+            piece = cut_batch(batches[0], pieces, batches.numbers[0], TREES)[0]
+            check_slices(self.stages[: table.model_stages], piece, table.slices, self.options.loss)
+
     @classmethod
     def context(cls) -> AbstractContextManager:
         return torch.inference_mode(False)  # copies made in it could not be trained
@@ -207,6 +228,7 @@ class TorchWing(Wing):
             ties=self.ties,
             start={s: self.start[s] for s in own if self.start},
             names={s: self._names[s] for s in own},
+            shared={s: self._shared[s] for s in own},
             **fields,
         )
 

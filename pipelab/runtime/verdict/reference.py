@@ -144,6 +144,10 @@ class Arithmetic(Protocol):
         """The first replica's buffers, as forwards have left them, by stage."""
         return ()
 
+    def hand_on_buffers(self) -> None:
+        """Let all replicas continue with the first one's."""
+        return None
+
     def remembered(self) -> "ReferenceMemory":
         """All that modules remember now beside their weights."""
         return ReferenceMemory()
@@ -262,7 +266,12 @@ class Reference:
         return self.arrays(self.arithmetic.step([history[t] for history in self.history], used))
 
     def go_on(self, t: int, weights: Sequence[Weights], needed: Sequence[set[int]]) -> None:
-        """Continue from these weights, by stage, as version t; drop the versions not needed."""
+        """Continue from these weights, by stage, as version t; drop the versions not needed.
+
+        After an update the buffers of replica 0's copy 0 replace those of all other copies and
+        replicas, which until then have their own.
+        """
+        self.arithmetic.hand_on_buffers()
         for s, of_stage in enumerate(weights):
             self.history[s] = {v: w for v, w in self.history[s].items() if v in needed[s]}
             self.history[s][t] = of_stage

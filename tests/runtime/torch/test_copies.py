@@ -24,6 +24,7 @@ from pipelab import (
 )
 from pipelab.models import load
 from pipelab.training.trainer import Trainer
+from tests.conftest import thorough
 from tests.runtime.test_run import SGD, batches, stages
 
 BIDIRECTIONAL = [
@@ -70,11 +71,87 @@ def test_a_copy_that_is_not_told_of_a_gradient_fails_the_check(monkeypatch):
     assert not done.check.passed
 
 
-def test_copies_have_their_own_running_averages_as_replicas_have():
-    model = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double() for _ in range(2)]
-    table = make("chimera", 2, 4, batches=2)
-    done = run(table, model, batches(2, samples=16), F.mse_loss, SGD)
+class Moving(nn.Module):
+    """A layer with buffers of several types that enter its forward; one is in no state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6).double()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("latest", None, persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            self.seen += 1
+            x = x if self.latest is None else x * (1 + 0.1 * self.latest)
+            self.latest = x.detach()[:1] > 0  # made by the first forward
+        return self.inner(x - self.mean) * (1 + 0.01 * self.seen)
+
+
+class Still(Moving):
+    """A stage without weights, which no tie lets wait for its copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()
+
+
+def moving():
+    torch.manual_seed(0)
+    return [nn.Sequential(Moving(), nn.BatchNorm1d(6).double()), Still()]
+
+
+HANDED_ON = [("dualpipe", 1), ("chimera", 1), ("gpipe", 2), ("chimera", 2)]
+
+
+@pytest.mark.parametrize("backend", ["threads", *thorough("processes")])
+@pytest.mark.parametrize(("name", "replicas"), HANDED_ON)
+def test_the_buffers_of_the_first_copy_count_as_ddps(name, replicas, backend, tmp_path):
+    """Was: each copy had its own, and a resumed training those of the first."""
+    table, data, after = make(name, 2, 4), batches(2, samples=16), batches(2, samples=16, seed=1)
+    arguments = F.mse_loss, SGD
+    options = {"replicas": replicas, "backend": backend}
+    with Trainer(table, moving(), *arguments, check=True, **options) as trainer:
+        assert all(trained.check.passed for trained in trainer.fit(data))
+        found, weights = trainer.evaluate(after), trainer.weights
+        trainer.save(tmp_path / "saved")
+        (last,) = trainer.fit(after[:1])
+    resumed = options | {"resume": tmp_path / "saved", "check": False}
+    with Trainer(table, moving(), *arguments, **resumed) as trainer:
+        assert trainer.evaluate(after) == found
+        assert [trained.loss for trained in trainer.fit(after[:1])] == [last.loss]
+    for stage, state in zip(loaded := moving(), weights, strict=True):
+        stage.load_state_dict(state)
+    alone = evaluate(make("gpipe", 2, 4, batches=2), loaded, after, F.mse_loss, check=False)
+    assert list(found) == pytest.approx(alone.losses)
+
+
+@pytest.mark.parametrize("options", [{"replicas": 2}, {}], ids=["replicas", "copies"])
+def test_an_evaluation_leaves_buffers_as_they_were(options):
+    """Each copy evaluates other micro-batches: what these change would be another one in each."""
+    stages, data = moving(), batches(2, samples=16)
+    for part in nn.ModuleList(stages).modules():
+        part.train = lambda mode=True: None  # its forwards change buffers in evaluation, too
+    table = make("gpipe" if options else "chimera", 2, 4)
+    with Trainer(table, stages, F.mse_loss, SGD, check=True, **options) as trainer:
+        list(trainer.fit(data[:1]))
+        weights, found = trainer.weights, trainer.evaluate(data)
+        assert trainer.evaluate(data[:1]) == found[:1]
+        for one, other in zip(weights, trainer.weights, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+        assert all(trained.check.passed for trained in trainer.fit(data[1:]))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_running_averages_are_those_of_the_first_copys_micro_batches(recompute):
+    data, table = batches(2, samples=16), make("chimera", 2, 4, batches=2)
+    stages = [moving()[0].requires_grad_(False), Moving()]
+    done = run(table, stages, data, F.mse_loss, SGD, recompute=recompute, replicas=2)
     assert done.check.passed, done.check
+    first = sum(not copy for copy in table.copy_of)
+    assert done.weights[0]["0.seen"] == done.weights[1]["seen"] == first
 
 
 def test_they_evaluate_drop_out_and_mixed_precision():

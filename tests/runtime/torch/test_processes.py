@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -446,7 +447,7 @@ def test_a_rank_ends_quietly_if_its_caller_was_interrupted_meanwhile(tmp_path):
     script = f"""
 from multiprocessing import Pipe
 from pipelab.runtime.torch.child import Connected, rank_process
-rank_process(Pipe()[0], 0, Connected(None, None, {str(tmp_path / "removed")!r}))
+rank_process(Pipe()[0], 0, Connected(None, None, {str(tmp_path / "removed")!r}, {{}}))
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (1, "")
@@ -479,3 +480,82 @@ def test_an_unknown_backend():
             partial(torch.optim.SGD, lr=0.1),
             backend="rays",
         )
+
+
+# ---- what a process imports anew
+
+HELPER = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+import helper_settings as settings
+
+SCALE, RATES, MASK = 1.0, {"a": [1]}, torch.ones(6)
+
+def activation(x):
+    return F.relu(x) * SCALE
+
+class Layer(nn.Linear):
+    gain = 1.0
+
+    def forward(self, x):
+        return activation(super().forward(x)) * self.gain * RATES["a"][0] * MASK
+
+def loss(y, target):
+    return (y - target).square().mean() * settings.FACTOR
+"""
+
+CHANGES = {
+    "helper.SCALE": (lambda h: h, 2.0),
+    "helper.RATES": (lambda h: h, {"a": [2]}),
+    "helper.MASK": (lambda h: h, torch.zeros(6)),
+    "helper_settings.FACTOR": (lambda h: h.settings, 2.0),
+    "helper.Layer.gain": (lambda h: h.Layer, 2.0),
+    "helper.Layer.forward": (lambda h: h.Layer, lambda self, x: x),
+    "helper.activation": (lambda h: h, torch.tanh),
+    "torch.nn.functional.relu": (lambda h: h.F, lambda x: x),
+    "torch.nn.modules.linear.Linear.forward": (lambda h: nn.Linear, lambda self, x: x),
+    "torch.optim.sgd.SGD.step": (lambda h: torch.optim.SGD, lambda self: None),
+}
+
+
+@pytest.fixture(scope="module")
+def helper(tmp_path_factory):
+    """A module of a user's, which another one has imported."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "helper_settings.py").write_text("FACTOR = 1.0")
+    (folder / "helper.py").write_text(HELPER)
+    sys.path.insert(0, str(folder))
+    yield import_module("helper")
+    sys.path.remove(str(folder))
+
+
+def of_helper(helper, **options):
+    model = [helper.Layer(6, 6), helper.Layer(6, 6)]
+    data, factory = batches(1, dtype=torch.float32), partial(torch.optim.SGD, lr=0.1)
+    table = make("gpipe", 2, 2)
+    return run(table, model, data, helper.loss, factory, check=False, **options)
+
+
+@pytest.mark.parametrize(("place", "change"), CHANGES.items(), ids=CHANGES)
+def test_what_a_script_has_changed_in_a_module_is_noticed(helper, monkeypatch, place, change):
+    # Was: another model, without a word.
+    holder, value = change
+    monkeypatch.setattr(holder(helper), place.rpartition(".")[2], value)
+    with pytest.raises(RunError, match=f"{place} is another one in the caller than in this"):
+        of_helper(helper, backend="processes")
+
+
+def test_modules_that_nothing_has_changed_train(helper):
+    assert of_helper(helper, backend="processes").losses
+
+
+def test_the_environment_is_the_callers(monkeypatch):
+    # Was: that of the first run, from which the server of processes has it.
+    def factory(weights):
+        return torch.optim.SGD(weights, lr=float(os.environ["RATE"]))
+
+    monkeypatch.setenv("RATE", "0.25")
+    data = batches(1)
+    done = run(make("gpipe", 2, 2), stages(2), data, F.mse_loss, factory, backend="processes")
+    assert done.check.passed and done.rates == [[0.25]]

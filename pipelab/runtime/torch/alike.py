@@ -1,0 +1,127 @@
+"""What a run computes apart has to stay one model: copies, replicas, stages that share, slices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipelab.runtime.batches import length_of, mean_losses, samples_of, slices_of
+from pipelab.runtime.torch.state import TREES, copies_of
+
+NEAR = 1e-6  # of float64 sums in another order, with room
+
+
+def check_memory(stages: Sequence[nn.Module]) -> None:
+    """ValueError for trained weights of two stages that share memory, but are not one parameter."""
+    owners: dict[int, tuple[int, str, nn.Parameter]] = {}
+    for s, stage in enumerate(stages):
+        for name, p in stage.named_parameters():
+            if p.requires_grad and p.layout is torch.strided and p.data_ptr():
+                other, of_other, owner = owners.setdefault(p.data_ptr(), (s, name, p))
+                if owner is not p and other != s:
+                    raise ValueError(
+                        f"weight {of_other} of stage {other} and weight {name} of stage {s} share "
+                        "their memory, but each stage would train its own copy: tie them by one "
+                        "nn.Parameter, or give each its own (clone())"
+                    )
+
+
+def check_alike(stages: Sequence[nn.Module]) -> None:
+    """ValueError for an embedding that changes its weights by what one copy of it sees."""
+    for s, stage in enumerate(stages):
+        for name, part in stage.named_modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+                raise ValueError(
+                    f"stage {s}: its {name or type(part).__name__} has max_norm={part.max_norm}, "
+                    "by which forwards change its weight, so copies and replicas, which see other "
+                    "data, would differ: leave it out, or use replicas=1 and a schedule without "
+                    "copies"
+                )
+
+
+def shared_buffers(stages: Sequence[nn.Module]) -> list[set[str]]:
+    """By stage, the names of its buffers that other stages have, too."""
+    owners: dict[int, set[int]] = {}
+    for s, stage in enumerate(stages):
+        for buffer in stage.buffers():
+            owners.setdefault(id(buffer), set()).add(s)
+    return [{n for n, b in stage.named_buffers() if len(owners[id(b)]) > 1} for stage in stages]
+
+
+def check_slices(
+    stages: Sequence[nn.Module], piece: Any, shares: Sequence[float], loss: Callable[..., Any]
+) -> None:
+    """ValueError if slices give other outputs or another loss than whole sequences, in float64.
+
+    piece   the first micro-batch: input and target
+    shares  each slice's part of a sequence
+
+    A stage that does not compute in float64 is left to the run.
+    """
+    (x, target), pairs = piece, []
+    with torch.no_grad(), torch.random.fork_rng():
+        for s, stage in enumerate(stages):
+            try:
+                whole, parts = _whole_and_slices(stage, x, shares)
+            except Exception:
+                return
+            joined = pytree.tree_map(lambda *of: _joined(of), *parts)
+            if not all(map(_near, pytree.tree_leaves(joined), pytree.tree_leaves(whole))):
+                raise ValueError(
+                    f"stage {s} computes something else of slices than of whole sequences, so it "
+                    "looks at later positions, or at earlier ones outside take_slice: use causal "
+                    "layers whose take_slice(x, past) keeps what later slices need, or a schedule "
+                    "without slices"
+                )
+            x, pairs = whole, parts
+        # The loss of the whole, and the mean over its slices.
+        targets = slices_of(target, shares, TREES)
+        found = [_mean_of(loss, y, t) for y, t in zip(pairs, targets, strict=True)]
+        (mean,), (expected, _) = mean_losses(found, 1), _mean_of(loss, x, target)
+        if abs(mean - expected) > NEAR * abs(expected):
+            raise ValueError(
+                f"the loss of whole sequences is {expected:.6g}, but the mean over their slices is "
+                f"{mean:.6g}: shift targets in the data and not in the loss, let it return the "
+                "mean over positions, or (mean, count), or use a schedule without slices"
+            )
+
+
+def _whole_and_slices(stage: nn.Module, x: Any, shares: Sequence[float]) -> tuple[Any, list[Any]]:
+    """The outputs of whole sequences, and slice by slice."""
+    (copied,) = copies_of([stage])
+    copied.double()
+    device = next((p.device for p in copied.parameters()), None)
+    x = pytree.tree_map_only(Tensor, lambda t: _wide(t.to(device)), x)
+    whole, _ = copied(x, ())
+    parts, past = [], ()
+    for part in slices_of(x, shares, TREES):
+        y, past = copied(part, past)
+        parts.append(y)
+    return whole, parts
+
+
+def _mean_of(loss: Callable[..., Any], y: Any, target: Any) -> tuple[float, float]:
+    target = pytree.tree_map_only(Tensor, _wide, target)
+    value = loss(y, target)
+    count = samples_of(y, TREES) * length_of(y, TREES)
+    mean, count = value if isinstance(value, tuple) else (value, count)
+    return float(mean), float(count)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    tensors = isinstance(parts[0], Tensor) and parts[0].ndim > 1
+    return torch.cat([*parts], 1) if tensors else parts[0]
+
+
+def _near(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return True
+    if a.shape != b.shape:
+        return False
+    return bool(((a - b).abs() <= NEAR * b.abs().max()).all()) if a.numel() else True

@@ -1,0 +1,263 @@
+"""What would be another model without a word: it is refused, or told when the weights are asked."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipelab import RunError, Trainer, make, run
+from pipelab.models.gpt2 import next_token_loss
+from pipelab.models.sliced import Sliced
+from tests.runtime.test_run import SGD, batches
+from tests.runtime.torch import test_slices as slices
+
+TABLE = make("gpipe", 2, 4, batches=2)
+LOOSE = torch.ones(6, dtype=torch.float64, requires_grad=True)
+
+
+def linear():
+    return nn.Linear(6, 6).double()
+
+
+def train(stages, loss=F.mse_loss, optimizer=SGD, table=TABLE, **options):
+    return run(table, stages, batches(2, 16), loss, optimizer, check=False, **options)
+
+
+class Holding(nn.Module):
+    """A layer with something in a plain attribute, which its forward may use."""
+
+    def __init__(self, held, use=lambda held: 0.0):
+        super().__init__()
+        self.inner, self.held, self.use = linear(), held, use
+
+    def forward(self, x):
+        return self.inner(x) + self.use(self.held)
+
+
+@dataclass
+class Box:
+    layer: nn.Module
+
+
+HIDDEN = {
+    "list": lambda layer: [layer],
+    "dict": lambda layer: {"k": (layer,)},
+    "parameter": lambda layer: [layer.weight],
+    "partial": lambda layer: partial(F.linear, weight=layer.weight),
+    "closure": lambda layer: lambda x: layer(x),
+    "method": lambda layer: layer.forward,
+    "dataclass": Box,
+}
+
+
+@pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN)
+def test_a_layer_of_another_stage_in_a_plain_attribute_is_refused(hide):
+    layer = linear()
+    with pytest.raises(ValueError, match=r"stage 1 uses weight 0.weight of stage 0 .* held"):
+        train([nn.Sequential(layer), Holding(hide(layer))])
+    train([nn.Sequential(layer.requires_grad_(False)), Holding(hide(layer))])  # it stays as it is
+
+
+def test_a_weight_that_no_stage_has_registered_is_told_by_the_first_forward():
+    unregistered = [nn.Parameter(torch.ones(6, dtype=torch.float64))]
+    with pytest.raises(RunError, match=r"action 1F0: .*held\[0\] uses a weight of shape \(6,\)"):
+        train([linear(), Holding(unregistered, lambda held: held[0])])
+    # Versions and checkpoints replace what a list still holds.
+    own = Holding([], lambda held: held[0].sum())
+    own.held.append(own.inner.weight)
+    train([linear(), own])
+    with pytest.raises(RunError, match="no longer, where an update or a checkpoint"):
+        train([own, linear()], table=make("pipedream", 2, 4, batches=2))
+
+
+def test_a_forward_may_differentiate_by_its_own_input():
+    def gradient(layer):
+        z = torch.ones(6, dtype=torch.float64).requires_grad_()
+        return torch.autograd.grad(z.square().sum(), z, create_graph=True)[0].sum() + 0 * z.sum()
+
+    train([linear(), Holding(None, gradient)])
+
+
+class WithWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, y, target):
+        return F.mse_loss(y * self.scale, target)
+
+
+def closed_over(scale):
+    return lambda y, target: F.mse_loss(y * scale, target)
+
+
+def scaled(y, target, scale=None):
+    return F.mse_loss(y * (LOOSE if scale is None else scale), target)
+
+
+LOSSES = {
+    "module": (WithWeight(), ValueError, "the loss has a weight of its own, scale"),
+    "method": (WithWeight().forward, RunError, "the loss.scale uses a weight"),
+    "closure": (closed_over(LOOSE), RunError, r"the loss \(scale\) uses a weight"),
+    "partial": (
+        partial(scaled, scale=LOOSE.detach().clone().requires_grad_()),
+        RunError,
+        r"the loss.keywords\['scale'\] uses a",
+    ),
+    "global": (scaled, RunError, r"the loss \(LOOSE\) uses a weight of shape \(6,\)"),
+    "count": (
+        lambda y, target: (F.mse_loss(y, target), y.abs().sum()),
+        RunError,
+        "count has a gradient, which would be lost",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "error", "message"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_with_weights_or_a_count_that_depends_on_them_is_refused(loss, error, message):
+    with pytest.raises(error, match=message):
+        train([linear(), linear()], loss)
+
+
+def test_a_frozen_weight_in_a_loss_is_none():
+    train([linear(), linear()], WithWeight().requires_grad_(False))
+
+
+class Buffered(nn.Module):
+    def __init__(self, buffer, change):
+        super().__init__()
+        self.inner, self.change = linear(), change
+        self.register_buffer("seen", buffer)
+
+    def forward(self, x):
+        self.change(self)
+        return self.inner(x) * self.seen
+
+
+def in_place(stage):
+    stage.seen.data += 1
+
+
+def replaced(stage):
+    stage.seen = stage.seen + 1
+
+
+def test_one_buffer_of_two_stages_may_not_change():
+    one = torch.ones((), dtype=torch.float64)
+    with pytest.raises(RunError, match="buffer seen is one with another stage's, but a forward"):
+        train([Buffered(one, in_place) for _ in range(2)])
+    # What is put in its place is each stage's own, without a pipeline, too.
+    for change in (replaced, lambda stage: None):
+        done = run(TABLE, [Buffered(one, change) for _ in range(2)], batches(2), F.mse_loss, SGD)
+        assert done.check.passed, done.check
+
+
+def test_weights_that_share_memory_without_being_one_are_refused():
+    one, other = linear(), linear()
+    other.weight.data = one.weight.data
+    with pytest.raises(ValueError, match="of stage 0 and weight weight of stage 1 share their"):
+        train([one, other])
+
+
+# ---- copies and replicas that would diverge
+
+SEVERAL = {
+    "replicas": {"table": TABLE, "replicas": 2},
+    "copies": {"table": make("dualpipe", 2, 4, batches=2)},
+}
+
+
+@pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
+def test_an_embedding_with_max_norm_has_one_copy(options):
+    words = [tuple(torch.randint(9, (16,)) for _ in range(2)) for _ in range(2)]
+    stages = [nn.Embedding(9, 6, max_norm=1.0), nn.Linear(6, 9)]
+    arguments = words, F.cross_entropy, SGD
+    with pytest.raises(ValueError, match=r"stage 0: its Embedding has max_norm=1.0, .*replicas=1"):
+        run(options["table"], stages, *arguments, replicas=options.get("replicas", 1))
+    assert run(TABLE, stages, *arguments).check.passed
+
+
+class Averaging(nn.Module):
+    """Keeps an average in a frozen weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear()
+        self.mean = nn.Parameter(torch.zeros(6, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x):
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0))
+        return self.inner(x)
+
+
+class Drawing(torch.optim.SGD):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data += torch.randn_like(p)
+
+
+DIVERGING = {"a forward": (Averaging, SGD, "mean"), "a step": (linear, Drawing, "(weight|bias)")}
+
+
+@pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize(("make_stage", "optimizer", "name"), DIVERGING.values(), ids=DIVERGING)
+def test_copies_that_diverge_are_told_at_the_end(make_stage, optimizer, name, options, tmp_path):
+    message = f"weight {name} of stage . differs between copy 0 of replica 0 and copy"
+    stages = [make_stage(), linear()]
+    with pytest.raises(RunError, match=message) as caught:
+        train(stages, F.mse_loss, optimizer, save=tmp_path / "kept", **options)
+    assert len(caught.value.run.losses) == 2
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("ask", [lambda t, f: t.weights, lambda t, f: t.save(f / "x")])
+@pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
+def test_a_trainer_tells_when_its_weights_are_asked(ask, options, tmp_path):
+    arguments = [Averaging(), linear()], F.mse_loss, SGD
+    data, replicas = batches(2, 16), options.get("replicas", 1)
+    table = make(options["table"].name, 2, 4)
+    with Trainer(table, *arguments, replicas=replicas, check=False) as trainer:
+        list(trainer.fit(data))
+        with pytest.raises(RunError, match="weight mean of stage 0 differs"):
+            ask(trainer, tmp_path)
+
+
+def test_weights_that_are_nan_are_equal():
+    stages = [linear(), linear()]
+    stages[0].weight.data[0, 0] = float("nan")
+    assert train(stages, finite=False, **SEVERAL["replicas"]).losses
+
+
+# ---- slices
+
+
+class Everywhere(nn.Module):
+    """Attention to all positions, also later ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x)[0]
+
+
+def shifted(logits, target):
+    return next_token_loss(logits[:, :-1], target[:, 1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_slices_of_what_is_not_causal_are_refused(dtype):
+    first, last = slices.model(2, dtype)
+    stages = [first, Sliced(Everywhere().to(dtype), *last)]
+    arguments = slices.SLICED[0], slices.data(2), slices.ADAM
+    table, data, adam = arguments
+    with pytest.raises(ValueError, match="stage 1 computes something else of slices than of whole"):
+        run(table, stages, data, next_token_loss, adam, check=False)
+    with pytest.raises(
+        ValueError, match=r"mean over their slices is .*: shift targets in the data"
+    ):
+        run(table, [first, last], data, shifted, adam, check=False)
