@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from pipelab.models.clone import cloned, omitted_of, result_of
 from pipelab.models.placeholder import Needed, Place, Tape
 from pipelab.models.proof import Proof, mode, others_of, seen
 from pipelab.models.shell import (
@@ -28,13 +28,9 @@ from pipelab.models.shell import (
     Calls,
     Hollow,
     Stub,
-    Values,
-    cloned,
-    omitted_of,
-    result_of,
     untaken,
 )
-from pipelab.models.watch import Watch, blocks_of
+from pipelab.models.watch import Watch, blocks_of, random_sample
 from pipelab.runtime.torch.checkpoint import Index, states_for
 
 
@@ -44,16 +40,16 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
     One layer before the blocks, each block, one between two lists of blocks (an encoder's and a
     decoder's), and one after them; `pipelab.models.split` makes stages of them. Together they
     return what `model(**inputs)` returns, to the last bit, and every weight gets the gradient that
-    it gets there: in training, drawing the same random numbers, and in evaluation. It returns its
-    logits (for several heads, a
-    dictionary of all outputs named *logits), or its first output if it has none. The first layer
-    takes the inputs by name, or the main one alone. Layers pass on hidden states, masks, positions,
-    and anything else that later layers read, by name. The weights are the model's own, and tied
-    ones stay tied: see `load`.
+    it gets there: in training, drawing the same random numbers, and in evaluation. That is its
+    logits (for several heads, or with a balancing loss, a dictionary of all outputs named *logits
+    and aux_loss), or its first output if it has none. The first layer takes the inputs by name, or
+    the main one alone. Layers pass on hidden states, masks, positions, and anything else that later
+    layers read, by name. The weights are the model's own, and tied ones stay tied: see `load`.
 
     sample  inputs by name, (samples, ...), to trace the model with: all that batches will have,
-            with padding if they have any, to show the masks. Default: random tokens or images of
-            its config's sizes
+            with padding if they have any, to show the masks. Forwards and backwards of it are
+            compared, which takes the memory of two gradients meanwhile. Default: random tokens or
+            images of its config's sizes
 
     Move the model to its device and precision first. ValueError, with the reason, for a model that
     cannot be cut this way. Write its layers by hand, each a module of one argument: see the source
@@ -61,9 +57,9 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
     """
     based: Any = getattr(model, "get_base_model", None)  # of peft: the model with its adapters
     model = based() if based else model
-    given = dict(_sample(model) if sample is None else sample)
+    given = dict(random_sample(model) if sample is None else sample)
     try:
-        if isinstance(model, torch._dynamo.OptimizedModule):
+        if hasattr(model, "_orig_mod"):
             raise _Uncut("it is compiled as a whole; give layers_of the model that you compiled")
         look = _Look(model, given)
         layers = look.equal_layers()
@@ -155,7 +151,7 @@ class _Look:
             else:
                 why = f"the blocks of {path} are not called once each, in order"
                 if not all(spans) and f"{path}.0" in evaluated.calls:
-                    why = SKIPS.format(f" of {path} in training")
+                    why = "it " + SKIPS.format(f" of {path} in training")
         rows = [p for p, m in clone.named_modules() if isinstance(m, nn.Sequential)]
         if rows and not listed:
             why += f"; {rows[0] or 'it'} is an nn.Sequential, whose children are layers themselves"
@@ -378,29 +374,3 @@ def _where(leaf: Any, calls: Sequence[Call]) -> tuple[int, int] | None:
 
 def _result_name(of_list: int, block: int, leaf: Any) -> str:
     return f"result {leaf} of block {block} of list {of_list}"
-
-
-def _sample(model: nn.Module) -> Values:
-    """Random inputs of two samples, the second with padding."""
-    config, main = getattr(model, "config", None), getattr(model, "main_input_name", "")
-    shown = main == "input_ids" or hasattr(config, "image_size")
-    if config is None or main not in ("input_ids", "pixel_values") or not shown:
-        raise ValueError(
-            f"the inputs of a {type(model).__name__} are unknown: give layers_of a sample of them"
-        )
-    weight = next(model.parameters())
-    draw = torch.Generator().manual_seed(0)
-    if main == "pixel_values":
-        size = config.image_size
-        sides = (size, size) if isinstance(size, int) else tuple(size)
-        images = torch.rand(2, config.num_channels, *sides, generator=draw)
-        return {main: images.to(weight)}
-    tokens = torch.randint(config.get_text_config().vocab_size, (2, 8), generator=draw)
-    mask = torch.ones_like(tokens)
-    mask[1, -2:] = 0
-    found = {main: tokens, "attention_mask": mask}
-    if getattr(config, "is_encoder_decoder", False):
-        found |= {"decoder_input_ids": tokens.flip(1), "decoder_attention_mask": mask}
-    found["token_type_ids"] = torch.zeros_like(tokens)
-    taken = inspect.signature(model.forward).parameters
-    return {name: x.to(weight.device) for name, x in found.items() if name in taken}

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipelab.models.clone import cloned
 from pipelab.models.placeholder import Differs, Needed, Placeholder, random_state, set_random_state
-from pipelab.models.shell import Around, Block, Stub, cloned
+from pipelab.models.shell import Around, Block, Stub
 
 
 class Seen(NamedTuple):

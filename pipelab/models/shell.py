@@ -4,7 +4,6 @@ A block is called as the model would call it. Around the blocks runs the model's
 stubs for the blocks and hollow modules for other parts.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipelab.models.clone import cloned, result_of
 from pipelab.models.placeholder import (
     SHOW,
     Differs,
@@ -345,67 +345,3 @@ def _version(leaf: Any) -> int:
 
 def _filled(form: Any, leaves: Sequence[Any]) -> Any:
     return pytree.tree_map(lambda number: leaves[number], form)
-
-
-def cloned(module: nn.Module, on_meta: bool = False, configs: Any = None) -> nn.Module:
-    """A copy of the module tree, with the same tensors, or tensors without memory.
-
-    Its configuration asks for named results, without a cache.
-    """
-    clone, own = object.__new__(type(module)), vars(module).items()
-    kinds = dict, list, set
-    clone.__dict__ = {k: v.copy() if isinstance(v, kinds) else v for k, v in own}
-    if on_meta:
-        bare = {k: v.detach().to("meta") for k, v in own if isinstance(v, Tensor)}
-        clone.__dict__ |= bare
-    # What would call the original, and what computes blocks twice.
-    clone.__dict__ |= {n: None for n in ("_compiled_call_impl",) if n in clone.__dict__}
-    clone.__dict__ |= {n: False for n in ("gradient_checkpointing",) if n in clone.__dict__}
-    configs = {} if configs is None else configs  # by identity: modules have one together
-    if (config := vars(module).get("config")) is not None:
-        if id(config) not in configs:
-            configs[id(config)] = _asking(config)
-        clone.__dict__["config"] = configs[id(config)]
-    of_kinds: Any = (clone._parameters, clone._buffers) if on_meta else ()
-    for of_kind in of_kinds:
-        for name, tensor in of_kind.items():
-            if tensor is not None:
-                bare = tensor.detach().to("meta")
-                of_kind[name] = _like(tensor, bare)
-    for name, part in module._modules.items():
-        clone._modules[name] = None if part is None else cloned(part, on_meta, configs)
-    return clone
-
-
-def _like(tensor: Tensor, bare: Tensor) -> Tensor:
-    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-
-
-def _asking(config: Any) -> Any:
-    config = copy.deepcopy(config)
-    for part in (config, *vars(config).values()):
-        for name, value in (("use_cache", False), ("return_dict", True)):
-            if isinstance(getattr(part, name, None), bool):
-                setattr(part, name, value)
-    return config
-
-
-def result_of(given: Any) -> Any:
-    """The logits of a model's output (by name, with a balancing loss), else its first part."""
-    if not isinstance(given, Mapping):
-        return given[0] if isinstance(given, tuple) else given
-    logits = {name: x for name, x in given.items() if name.endswith(("logits", "aux_loss"))}
-    return logits if len(logits) > 1 else next(iter((logits or given).values()))
-
-
-def omitted_of(given: Any, result: Any) -> list[str]:
-    """What else a model computes to be trained: by name, but for its hidden states."""
-    if not isinstance(given, Mapping):
-        given = dict(enumerate(given)) if isinstance(given, tuple) else {}
-    taken = {id(x) for x in pytree.tree_leaves(result)}
-    return [
-        str(name)
-        for name, x in given.items()
-        if isinstance(x, Tensor) and x.is_floating_point() and id(x) not in taken
-        if not str(name).endswith(("hidden_state", "hidden_states"))
-    ]

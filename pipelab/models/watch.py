@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipelab.models.clone import cloned, result_of
 from pipelab.models.placeholder import random_state
 from pipelab.models.proof import device_of, mode, seen
-from pipelab.models.shell import Call, captured, cloned, result_of
+from pipelab.models.shell import Call, captured
 
 CONTEXTS = "torch.no_grad() (or a reentrant checkpoint)", "torch.autocast"
 
@@ -111,3 +112,29 @@ def _name_of(key: Any, parameters: Sequence[str]) -> str:
     position, name, *deeper = key
     base = name.key if position.idx else parameters[min(name.idx, len(parameters) - 1)]
     return base + pytree.keystr(tuple(deeper))
+
+
+def random_sample(model: nn.Module) -> dict[str, Tensor]:
+    """Random inputs of two samples, the second with padding."""
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", "")
+    shown = main == "input_ids" or hasattr(config, "image_size")
+    if config is None or main not in ("input_ids", "pixel_values") or not shown:
+        raise ValueError(
+            f"the inputs of a {type(model).__name__} are unknown: give layers_of a sample of them"
+        )
+    weight = next(model.parameters())
+    draw = torch.Generator().manual_seed(0)
+    if main == "pixel_values":
+        size = config.image_size
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        images = torch.rand(2, config.num_channels, *sides, generator=draw)
+        return {main: images.to(weight)}
+    tokens = torch.randint(config.get_text_config().vocab_size, (2, 8), generator=draw)
+    mask = torch.ones_like(tokens)
+    mask[1, -2:] = 0
+    found = {main: tokens, "attention_mask": mask}
+    if getattr(config, "is_encoder_decoder", False):
+        found |= {"decoder_input_ids": tokens.flip(1), "decoder_attention_mask": mask}
+    found["token_type_ids"] = torch.zeros_like(tokens)
+    taken = inspect.signature(model.forward).parameters
+    return {name: x.to(weight.device) for name, x in found.items() if name in taken}

@@ -370,3 +370,20 @@ def test_a_balancing_loss_is_trained(kind, tmp_path):
     load(split(layers, 3), run.weights)
     for (name, found), own in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(found, own, 1e-4, 1e-5), name
+
+
+def test_convolutions_that_shorten_what_passes_through_them():
+    """Wav2Vec2's: a first list of blocks in front of its encoder's."""
+    few = dict(conv_dim=(16, 16), conv_kernel=(4, 4), conv_stride=(2, 2), num_feat_extract_layers=2)
+    near = dict(num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
+    sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)
+    made = partial(transformers.Wav2Vec2Config, **few, **near, **sizes)
+    sound = {"input_values": torch.randn(2, 200)}
+    with pytest.raises(ValueError, match="draws random numbers of numpy or Python .*: turn it off"):
+        layers_of(transformers.Wav2Vec2Model(made()), sound)
+    model = transformers.Wav2Vec2Model(made(layerdrop=0.0, apply_spec_augment=False))
+    layers = layers_of(model, sound)
+    assert len(layers) == 8
+    longer = torch.randn(3, 300)
+    found = together([layer.eval() for layer in layers], {"input_values": longer})
+    assert torch.equal(found, model.eval()(longer).last_hidden_state)
