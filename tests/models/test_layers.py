@@ -379,7 +379,9 @@ def test_convolutions_that_shorten_what_passes_through_them():
     sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)
     made = partial(transformers.Wav2Vec2Config, **few, **near, **sizes)
     sound = {"input_values": torch.randn(2, 200)}
-    with pytest.raises(ValueError, match="draws random numbers of numpy or Python .*: turn it off"):
+    with pytest.raises(
+        ValueError, match=r"draws random numbers of numpy or Python .*: turn it off"
+    ):
         layers_of(transformers.Wav2Vec2Model(made()), sound)
     model = transformers.Wav2Vec2Model(made(layerdrop=0.0, apply_spec_augment=False))
     layers = layers_of(model, sound)
