@@ -56,16 +56,14 @@ def made(folder: Path) -> Iterator[None]:
 
 def write(path: Path, content: bytes) -> None:
     """Write a file to the disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    sync(path)
 
 
-def sync(folder: Path) -> None:
-    """Write a folder's names to the disk, where that is allowed and its file system can do so."""
+def sync(path: Path) -> None:
+    """Keep a file, or a folder's names, on the disk, where its file system can and lets us."""
     try:
-        opened = os.open(folder, os.O_RDONLY)
+        opened = os.open(path, os.O_RDONLY)
     except PermissionError:  # it may be written to, but not read
         return
     try:
