@@ -181,12 +181,14 @@ def _is_mean(loss: Graph, result: Atom, axes: dict[Var, int]) -> bool:
     divided = False
     while isinstance(result, Var) and result in maker:
         eqn = maker[result]
-        name, (result, *others) = eqn.primitive.name, eqn.invars or [None]
-        if name == "reduce_sum":
-            return divided and axes.get(result) in eqn.params["axes"]
-        if name not in KEEP and not (name in ("div", "mul") and not variables(others)):
+        name, read = eqn.primitive.name, variables(eqn.invars)
+        if len(read) != 1 or name not in KEEP | {"div", "mul"}:
             return False
-        divided |= name in ("div", "mul")
+        if name == "reduce_sum":
+            return divided and axes.get(read[0]) in eqn.params["axes"]
+        if name == "div" and eqn.invars[0] is not read[0]:
+            return False
+        result, divided = read[0], divided or name in ("div", "mul")
     return False
 
 
