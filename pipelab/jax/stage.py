@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Var
 from jax.sharding import SingleDeviceSharding
 
 from pipelab.jax.arguments import Apply, Part
@@ -240,6 +241,7 @@ class Function:
         self, apply: Apply, loss: Callable | None, kinds: Collection[Kind], device: jax.Device
     ) -> None:
         self.run, self.kinds = partial(_run, apply, loss), kinds
+        self.check_count = partial(_check_count, apply, loss)
         self.spec = partial(spec_of, sharding=SingleDeviceSharding(device))
         self._known: dict[Any, Any] = {}
 
@@ -256,6 +258,7 @@ class Function:
             strong = jax.tree.map(lambda x: x.update(weak_type=False), shapes.parameters)
             shapes = shapes._replace(parameters=strong)
             if backwards:
+                self.check_count(shapes)
                 self._known[key] = Compiled(passes(self.run, shapes), shapes, self.kinds)
             else:
                 self._known[key] = jax.jit(self.run).lower(*shapes).compile()
@@ -273,14 +276,19 @@ def _run(
 ) -> tuple[Any, tuple[Any, Any]]:
     """Apply a stage to its groups: what of y, or of the loss, has a gradient, and what has none."""
     others, target, seed = data
-    key = () if seed is None else (jax.random.key(seed),)
-    y, count = apply(parameters, join_parameters(inputs, others), *key), None
+    y, count = apply_to(apply, parameters, inputs, others, seed), None
     if loss:
         value = loss(y, target)
         y, count = value if isinstance(value, tuple) else (value, None)
         _check_mean(y)
     floats, others = divide(y)
     return floats, (others, count)
+
+
+def apply_to(apply: Apply, parameters: Any, inputs: Any, others: Any, seed: Any) -> Any:
+    """The output of a stage for an input in two trees: see `divide`."""
+    key = () if seed is None else (jax.random.key(seed),)
+    return apply(parameters, join_parameters(inputs, others), *key)
 
 
 def digest_of(
@@ -358,6 +366,37 @@ def join_parameters(floats: Any, others: Any) -> Any:
 
 def _floating(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def _check_count(apply: Apply, loss: Callable | None, shapes: Groups) -> None:
+    """ValueError for a loss whose count has a gradient, which would be lost."""
+    if loss is None:
+        return
+    others, target, seed = shapes.data
+    y = jax.eval_shape(
+        lambda *of: apply_to(apply, *of), shapes.parameters, shapes.inputs, others, seed
+    )
+
+    def tangent(floats: Any, others: Any, target: Any, tangents: Any) -> Any:
+        def count(floats: Any) -> Any:
+            value = loss(join_parameters(floats, others), target)
+            found = jnp.asarray(value[1] if isinstance(value, tuple) else 0)
+            return found if _floating(found) else jnp.zeros(())
+
+        return jax.jvp(count, (floats,), (tangents,))[1]
+
+    floats, others = divide(y)
+    program = jax.make_jaxpr(tangent)(floats, others, target, floats).jaxpr
+    # What depends on the tangents, which come last.
+    reached = {*program.invars[len(program.invars) - len(jax.tree.leaves(floats)) :]}
+    for step in program.eqns:
+        if any(isinstance(v, Var) and v in reached for v in step.invars):
+            reached |= {*step.outvars}
+    if any(isinstance(v, Var) and v in reached for v in program.outvars):
+        raise ValueError(
+            "the loss's count has a gradient, which would be lost: return its "
+            "jax.lax.stop_gradient, or one mean that is divided by it"
+        )
 
 
 def _check_mean(mean: Any) -> None:

@@ -160,6 +160,23 @@ def test_split_backwards():
     assert train(split_gpipe(3, 4), optimizer=optax.adam(1e-2)).check.passed
 
 
+def mean_and(count):
+    return lambda y, target: (jnp.square(y - target).mean(), count(y))
+
+
+COUNTS = [lambda y: 8, lambda y: (y > 0).sum() * 1.0, lambda y: jax.lax.stop_gradient(y.sum()) ** 2]
+
+
+def test_a_count_with_a_gradient_is_refused():
+    # Was: its gradient was lost, and the check passed.
+    arguments = make("gpipe", 2, 2), stages(2), batches(1)
+    for count in COUNTS:
+        run(*arguments, mean_and(count), optax.sgd(0.1), backend="jax", check=False)
+    for loss in (mean_and(lambda y: jnp.abs(y).sum()), jax.jit(mean_and(lambda y: y.sum() ** 2))):
+        with pytest.raises(RunError, match="count has a gradient, which would be lost: return its"):
+            run(*arguments, loss, optax.sgd(0.1), backend="jax", check=False)
+
+
 def test_trees_integers_and_counts_between_stages():
     def first(p, x):
         y = x @ p
