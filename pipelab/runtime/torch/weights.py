@@ -119,9 +119,8 @@ class VersionedStage(CountingStage):
         # Handles stand for the weights in the optimizer: its state stays with them while versions
         # come and go. They are made from .data, since a detached tensor shares the weight's version
         # counter: a step would look like a change.
-        self._handles = {
-            name: _parameter(p.data, p) for name, p in self.weights[self.latest].items()
-        }
+        latest = self.weights[self.latest]
+        self._handles = {name: _parameter(p.data, p) for name, p in latest.items()}
         self._trained = [name for name, h in self._handles.items() if h.requires_grad]
         trained = [self._handles[name] for name in self._trained]
         called = [names[name] for name in self._trained]
@@ -131,11 +130,8 @@ class VersionedStage(CountingStage):
             load_into_modules(module, start.attributes, self.placed)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
-        self._frozen = {
-            name: (p, p._version)
-            for name, p in self.weights[self.latest].items()
-            if not p.requires_grad
-        }
+        frozen = ((name, p) for name, p in latest.items() if not p.requires_grad)
+        self._frozen = {name: (p, p._version) for name, p in frozen}
         self._groups = self.optimizer.param_groups if self.optimizer else []
         self._note_constants()
         self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
