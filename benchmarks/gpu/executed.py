@@ -248,6 +248,8 @@ def suite(place: Place) -> list[str]:
     if done.returncode:
         sys.stderr.write(done.stdout)
         raise Failed(text)
+    if place.on_gpu and len(lines) > 1:  # a rehearsal has none to run
+        raise Skip("some tests were", text)
     return text
 
 
