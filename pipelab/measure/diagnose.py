@@ -16,6 +16,7 @@ from pipelab.predict.timeline import Timeline
 from pipelab.schedules import make
 from pipelab.table.action import WORDS, ScheduleError
 from pipelab.table.schedule import Schedule
+from pipelab.table.validate import check_type
 
 FIRST, RAMP, ORDER, BETWEEN = "first batch", "warm-up and drain", "order", "between actions"
 WAITING = "waiting for stage {}"
@@ -112,6 +113,7 @@ def diagnose(timeline: Timeline) -> Diagnosis:
     >>> {cause: round(share, 3) for cause, share in found.causes.items()}
     {'warm-up and drain': 0.171, 'waiting for stage 1': 0.092}
     """
+    check_type(Timeline, timeline=timeline)
     timeline.refuse_transfers("diagnose")
     s, costs = timeline.schedule, fit(timeline)
     total = s.devices * timeline.makespan or 1.0

@@ -15,6 +15,7 @@ from pipelab.predict.memory import Memory
 from pipelab.predict.simulate import delays, durations, lay, links, waits
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import HOST, Kind
+from pipelab.table.validate import check_type
 
 
 def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
@@ -46,6 +47,9 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     >>> fit(simulate(gpipe(2, 3), Costs(forward=[1, 3], transfer=0.5))).forward
     (1.0, 3.0)
     """
+    check_type(Timeline, timeline=timeline)
+    if memory is not None:
+        check_type(Memory, memory=memory)
     timeline.refuse_transfers("fit")
     return fit_seconds(timeline, memory=memory)
 

@@ -9,6 +9,7 @@ from pipelab.measure.fit import fit_seconds, late_starts
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import delays, durations, lay, links, waits
 from pipelab.predict.timeline import SECONDS, Timeline, scale_of
+from pipelab.table.validate import check_type
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,6 +101,9 @@ def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) 
       link 0-1                +0.50 s    +3.6 %
     simulated                 14.00 s   100.0 %
     """
+    check_type(Costs, costs=costs)
+    for timeline in (measured, *repeats):
+        check_type(Timeline, measured=timeline)
     measured.refuse_transfers("explain")
     s, spread = measured.schedule, _spread([measured, *repeats])
     found, costs = fit_seconds(measured, each_link=True).of_copies(s), costs.of_copies(s)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pipelab.predict.theory import THEORY
 from pipelab.predict.timeline import Timeline
 from pipelab.schedules import SCHEDULES, make, takes
-from pipelab.table.action import Action, Kind, ScheduleError
+from pipelab.table.action import LARGEST_NUMBER, Action, Kind, ScheduleError
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import repeat
 from pipelab.table.validate import validate
@@ -62,10 +62,11 @@ def _rows(found: list[Recorded], per_update: int) -> list[list[Recorded]]:
     check_stage_numbers({s.action.stage for s in found})
     rows: list[list[Recorded]] = [[] for _ in {s.device for s in found}]
     for s in found:
-        if not s.start <= s.end < math.inf:
+        check_span(s.action, s.start, s.end)
+        if not 0 <= s.device < len(rows):
             raise ValueError(
-                f"{s.action} starts at {s.start:g} s and ends at {s.end:g} s: give an end after "
-                "the start"
+                f"{s.action} is on device {s.device}, of {len(rows)} in all: number devices from 0 "
+                "without gaps"
             )
         rows[s.device].append(s)
     for action, times in Counter(s.action for s in found).items():
@@ -93,6 +94,15 @@ def _updates(row: list[Recorded], per_update: int) -> list[Recorded]:
             for stage in {action.stage for action in seen}:
                 last[Action(stage, Kind.U, s.action.microbatch // per_update)] = s
     return [Recorded(s.device, u, s.end, s.end) for u, s in sorted(last.items()) if u not in seen]
+
+
+def check_span(action: Action, start: float, end: float) -> None:
+    """ValueError for a span that ends before it starts, or is outside of all time."""
+    if not -LARGEST_NUMBER <= start <= end <= LARGEST_NUMBER:
+        raise ValueError(
+            f"{action} starts at {start:g} s and ends at {end:g} s: give an end after the start, "
+            f"and times of at most {LARGEST_NUMBER:g} s"
+        )
 
 
 def check_stage_numbers(found: Collection[int], least: int = 0) -> None:

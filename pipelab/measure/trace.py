@@ -6,7 +6,6 @@ trace, or a CSV of spans becomes a measured `Timeline`: its table is rebuilt fro
 
 import csv
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from pipelab.measure.kineto import Rank, read_rank
-from pipelab.measure.rebuild import Recorded, check_stage_numbers, checked, rebuilt_timeline
+from pipelab.measure.rebuild import (
+    SAME,
+    Recorded,
+    check_span,
+    check_stage_numbers,
+    checked,
+    rebuilt_timeline,
+)
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.reading import CUT_OFF, read_bytes
 from pipelab.table.action import LARGEST, Action
 from pipelab.table.schedule import Schedule
-from pipelab.table.validate import validate
+from pipelab.table.validate import check_type, validate
 
+COLUMNS = ("stage", "kind", "microbatch", "start", "end")  # of a CSV of spans
 LARGEST_TRACE = 2**28  # bytes, unfolded; as Python's objects they take ten times as many
 BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError, csv.Error)
 
@@ -35,6 +42,7 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     Compute is on the first track, transfers on the second, with arrows between devices.
     `otherData` has what `from_trace` needs to restore the timeline.
     """
+    check_type(Timeline, timeline=timeline)
     t, s = timeline, timeline.schedule
     zero = min(t.start)
     events: list[dict[str, Any]] = []
@@ -156,13 +164,20 @@ def _csv_spans(text: str) -> list[Recorded]:
     if text.count("\n") > LARGEST:
         raise ValueError(f"more than {LARGEST:,} spans: give fewer batches")
     rows = csv.DictReader(text.splitlines())
+    missing = [name for name in COLUMNS if name not in (rows.fieldnames or COLUMNS)]
+    if missing:
+        raise ValueError(
+            f"no column {missing[0]!r}: begin a CSV of spans with the line {','.join(COLUMNS)}"
+        )
     found = []
     for row in rows:
         try:
             action = Action.parse(f"{row['stage']}{row['kind']}{row['microbatch']}")
             device = int(row.get("device") or action.stage)
             found.append(Recorded(device, action, float(row["start"]), float(row["end"])))
-        except (TypeError, ValueError) as error:
+        except TypeError:
+            raise ValueError(f"line {rows.line_num}: give {', '.join(COLUMNS)}") from None
+        except ValueError as error:
             raise ValueError(f"line {rows.line_num}: {error}") from None
     if not found:
         raise ValueError("the CSV has no spans: write a line for each action")
@@ -178,12 +193,16 @@ def _own(about: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
     if schedule:
         table = checked(table, schedule)
     start, end, sent, arrived = zip(*about["times"], strict=True)
-    for time in (*start, *end):
-        if not math.isfinite(time):
-            raise ValueError(f"a span starts or ends at {time} s: give finite times")
     moved = {i: (sent[i], arrived[i]) for i in table.crossing}
     spans = table.spans(start, end, moved)
-    return Timeline(table, spans, about["source"], about["late"])
+    for span in spans:
+        check_span(span.action, span.start, span.end)
+        if span.sent is not None and span.arrived is not None:
+            check_span(span.action, *sorted((span.sent, span.arrived)))
+    found = Timeline(table, spans, about["source"], about["late"])
+    if found.bubble.of_total < -SAME:
+        raise ValueError("spans on a device overlap: give the file as it was written")
+    return found
 
 
 def _joined(ranks: list[Rank]) -> tuple[list[Recorded], bool]:

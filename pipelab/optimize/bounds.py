@@ -128,6 +128,8 @@ def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> f
     >>> round(gap(pipedream_flush(4, 8), Costs()), 3)
     0.222
     """
+    check_type(Schedule, schedule=schedule)
+    check_type(Costs, costs=costs)
     if schedule.overlapped or schedule.slices or schedule.copies > 1 or HOST & schedule.kinds:
         return None
     if schedule.batches > 1 and not schedule.asynchronous:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -269,11 +269,14 @@ class Costs:
 
 def _checked(name: str, value: Any) -> float | tuple[float, ...]:
     """One number or a tuple of them; CostError for what is no cost."""
-    several = isinstance(value, Iterable)
+    several, each = isinstance(value, Iterable), ONE_PER.get(name, "stage")
     try:
+        if isinstance(value, Set | Mapping):  # has no order; has keys that are not its values
+            raise TypeError
         numbers = tuple(float(0.0 + x) for x in (value if several else [value]))
+        if not numbers and name != "transfer":  # one stage has no links
+            raise TypeError
     except (TypeError, OverflowError):
-        each = ONE_PER.get(name, "stage")
         raise CostError(f"{name}={value!r}: give one number, or one per {each}") from None
     widths = ("bandwidth", "host")
     positive = name in (*widths, "speed")

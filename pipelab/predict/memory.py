@@ -283,6 +283,8 @@ def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
     >>> memory_used(gpipe(2, 4), Costs()), memory_used(interleaved(2, 4), Costs())
     ([4.0, 4.0], [2.5, 1.5])
     """
+    check_type(Schedule, schedule=schedule)
+    check_type(Costs, costs=costs)
     costs = costs.of_copies(schedule)
     # A micro-batch takes one copy of the model.
     change = {

@@ -11,6 +11,9 @@ tests compare every one with the simulator, over all small sizes and many costs.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from pipelab.predict.costs import Costs
+from pipelab.table.action import check_counts
+
 Idle = Callable[[int, int, int, float, float, float], float]
 
 
@@ -56,12 +59,14 @@ class Theory:
         self, p: int, m: int, v: int = 1, *, forward: float, input_grad: float, weight_grad: float
     ) -> float | None:
         """Makespan - ideal of one batch, for a device's costs of a micro-batch; None where no
-        closed form holds.
+        closed form holds. ScheduleError or CostError for a size or a cost that no table has.
 
         >>> costs = {"forward": 2, "input_grad": 2, "weight_grad": 1}
         >>> THEORY["zb_h1"].seconds(4, 8, **costs), THEORY["zb_v"].seconds(4, 8, **costs)
         (9, None)
         """
+        check_counts(p=p, m=m, v=v)
+        Costs(forward, input_grad, weight_grad)  # raises, for what is no cost
         each = forward, input_grad, weight_grad
         if not self.holds(p, m, v):
             return None

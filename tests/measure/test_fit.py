@@ -5,9 +5,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelab import Costs, Kind, fit, make, memory, simulate
+from pipelab import Costs, Kind, diagnose, explain, fit, make, memory, memory_used, simulate
+from pipelab.measure.trace import to_trace
+from pipelab.optimize.bounds import gap
+from pipelab.optimize.plan import MACHINES, MODELS, Problem
 from tests.conftest import tables
 from tests.measure.test_prediction import flat, kinds_of, lay, microbatches_of
+
+TABLE = make("gpipe", 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: fit(None), "timeline is a NoneType: give a Timeline"),
+        (lambda: fit(TABLE), "timeline is a Schedule: give a Timeline"),
+        (lambda: fit(simulate(TABLE), 3), "memory is a int: give a Memory"),
+        (lambda: diagnose(TABLE), "timeline is a Schedule: give a Timeline"),
+        (lambda: explain(Costs(), TABLE), "measured is a Schedule: give a Timeline"),
+        (lambda: explain(None, simulate(TABLE)), "costs is a NoneType: give a Costs"),
+        (lambda: to_trace(TABLE), "timeline is a Schedule: give a Timeline"),
+        (lambda: gap(simulate(TABLE), Costs()), "schedule is a Timeline: give a Schedule"),
+        (lambda: memory_used(TABLE, None), "costs is a NoneType: give a Costs"),
+        (lambda: Problem(None, MACHINES["H200"], 1, 1), "model is a NoneType: give a Transformer"),
+        (lambda: Problem(MODELS["deepseek-v3"], None, 1, 1), "machine is a NoneType"),
+    ],
+)
+def test_something_else_than_what_is_asked_for_is_named(call, told):
+    with pytest.raises(ValueError, match=told):
+        call()
 
 
 @given(tables(largest=4))

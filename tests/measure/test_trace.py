@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from dataclasses import replace
 from itertools import count, pairwise
 from types import SimpleNamespace
@@ -347,6 +348,23 @@ def test_our_own_trace_changed(tmp_path):
         from_trace(file)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda row: [5, 1, *row[2:]], "0F0 starts at 5 s and ends at 1 s"),
+        (lambda row: [0, *row[1:]], "spans on a device overlap"),
+        (lambda row: [*row[:3], row[3] and math.inf], "ends at inf s"),
+        (lambda row: [*row[:3], row[3] and "x"], "TypeError"),
+    ],
+)
+def test_times_of_our_own_trace_changed(tmp_path, change, told):
+    trace, file = to_trace(simulate(make("gpipe", 2, 2))), tmp_path / "own.json"
+    trace["otherData"]["times"] = [change(row) for row in trace["otherData"]["times"]]
+    file.write_text(json.dumps(trace))
+    with pytest.raises(ValueError, match=f"own.json: .*{told}"):
+        from_trace(file)
+
+
 def test_csv_as_spreadsheets_write_it(tmp_path):
     text = CSV + "0,F,0,0,1\n0,B,0,1,2\n"
     (tmp_path / "run.csv").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r").encode())
@@ -357,13 +375,16 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
     ("text", "message"),
     [
         ("", "the CSV has no spans"),
-        ("stage,kind,start,end\n0,F,0,1\n", "KeyError('microbatch')"),
+        ("stage,kind,start,end\n0,F,0,1\n", "no column 'microbatch': begin a CSV of spans with"),
+        (CSV.replace(",", ";"), "no column 'stage'"),
         (CSV, "the CSV has no spans"),
         (CSV + "0,F,0,0,1\n0,X,0,1,2\n", "line 3: '0X0' is not an action"),
         (CSV + "0,F,0,0,soon\n", "line 2: could not convert string to float: 'soon'"),
-        (CSV + "0,F,0\n", "line 2: "),
+        (CSV + "0,F,0\n", "line 2: give stage, kind, microbatch, start, end"),
         (CSV + "0,F,0,2,1\n", "0F0 starts at 2 s and ends at 1 s"),
         (CSV + "0,F,0,nan,1\n", "0F0 starts at nan s"),
+        (CSV + "0,F,0,-inf,1\n", "0F0 starts at -inf s and ends at 1 s"),
+        (CSV + "0,F,0,-1e308,1\n", "give an end after the start, and times of at most 1e+100 s"),
         (CSV + "0,F,0,0,1\n0,F,0,1,2\n", "0F0 appears twice"),
         (CSV + "0,F,0,0,2\n0,B,0,1,3\n", "0B0 starts 1 s before 0F0 ends, both on device 0"),
         (CSV + "0,F,0,0,1\n2,F,0,1,2\n", "stage 1 of 3 has no span"),
@@ -372,8 +393,9 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
         (CSV + "0,B,0,0,1\n0,F,0,1,2\n", "0B0 comes before 0F0 on device 0"),
         (
             CSV.replace("\n", ",device\n") + "0,F,0,0,1,1\n",
-            "list index out of range",
+            "0F0 is on device 1, of 1 in all: number devices from 0 without gaps",
         ),
+        (CSV.replace("\n", ",device\n") + "0,F,0,0,1,-1\n", "0F0 is on device -1"),
         ('{"events": []}', "not a complete file of `to_trace`, torch.profiler or a CSV of spans"),
         ("[]", "no pipeline action"),
         ("[1, 2]", "not a complete file of `to_trace`, torch.profiler or a CSV of spans"),

@@ -677,6 +677,12 @@ def test_errors_are_one_line(capsys, line, message):
     assert err.count("\n") == 1
 
 
+def test_a_device_of_any_memory_is_no_infinite_number(capsys):
+    line = f"--devices 4 --batch 16 {SMALL} --machine A100-80GB --memory inf"
+    status, out, _ = call(capsys, line)
+    assert status == 0 and "inf" not in out
+
+
 def test_nothing_fits_says_by_how_much():
     tight = Machine("tight", 1, memory=5.0, bandwidth=1.0)
     with pytest.raises(ValueError, match="nothing fits") as error:

@@ -83,6 +83,11 @@ def test_links_take_latency_and_bytes():
         ("overhead", 1, [1, 2]),
         ("bandwidth", 5, [5]),
         ("boundary", 1, "ab"),
+        ("forward", [1], []),
+        ("speed", [1], ()),
+        ("transfer", [], ["x"]),
+        ("weights", [1, 2], {2, 1}),
+        ("input_grad", [1], {0: 1}),
         pytest.param("weights", 1, 10**400, id="huge"),
     ],
 )

@@ -74,6 +74,16 @@ def test_seconds_are_the_simulations_for_all_costs_where_they_are_known(name):
     assert known > 0.02 * asked
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"m": 0}, "m=0: give a whole"), ({"p": 2.5}, "p=2.5"), ({"forward": -1}, "forward=-1")],
+)
+def test_a_size_or_a_cost_that_no_table_has_is_refused(changed, told):
+    of = {"p": 4, "m": 8, "forward": 1, "input_grad": 1, "weight_grad": 1}
+    with pytest.raises(ValueError, match=told):
+        THEORY["zb_h1"].seconds(**of | changed)
+
+
 @pytest.mark.parametrize(("name", "last"), [("dualpipe", False), ("dualpipe_v", True)])
 def test_pairs_idle_as_the_paper_has_it(name, last):
     """(PP / 2 - 1) (F&B + B - 3 W), with two copies on PP devices or a V on half as many: arXiv

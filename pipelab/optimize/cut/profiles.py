@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -74,7 +74,11 @@ class Profile:
             object.__setattr__(self, "edges", tuple(pairwise(range(len(self.layers)))))
         if self.samples is not None:
             check_counts(samples=self.samples)
+            if self.samples > LARGEST_NUMBER:
+                raise ValueError(f"samples={self.samples}: give at most {LARGEST_NUMBER:g}")
         for layer in self.layers:
+            if not isinstance(layer.name, str):
+                raise ValueError(f"a layer has name={layer.name!r}: give text")
             for name in (*NUMBERS, "weight_activations"):
                 value = getattr(layer, name)
                 if value is None and name not in NUMBERS:
@@ -85,7 +89,7 @@ class Profile:
                         f"{LARGEST_NUMBER:g}"
                     )
         for a, b in self.edges:
-            if not 0 <= a < b < len(self.layers):
+            if {type(a), type(b)} != {int} or not 0 <= a < b < len(self.layers):
                 raise ValueError(
                     f"edge {a} -> {b}: a layer can only read earlier ones, from 0 to "
                     f"{len(self.layers) - 1}"
@@ -197,15 +201,24 @@ class Profile:
         if not text.lstrip().startswith("{"):
             return _read_graph(text)
         try:
-            content = json.loads(text)
+            content = json.loads(text, object_pairs_hook=_unique)
             layers = tuple(Layer(**layer) for layer in content.pop("layers"))
-            edges = tuple((int(a), int(b)) for a, b in content.pop("edges", ()))
+            edges = tuple((a, b) for a, b in content.pop("edges", ()))
             return cls(layers, edges, **content)
         except (TypeError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(
                 "not a profile: give an object with layers, a list of objects with a name "
                 f"({error})"
             ) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError if it has a key twice, since the first value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"an object has {twice!r} twice: give it once")
+    return found
 
 
 _NODE = re.compile(
@@ -220,13 +233,17 @@ def _read_graph(text: str) -> Profile:
     # [1] a line is a layer, or, after a tab, an edge
     for number, line in enumerate(text.splitlines(), 1):
         match = _NODE.match(line.strip())
-        if line.startswith("\t"):
+        if line.startswith("\t") and line.strip():
             a, _, b = line.strip().partition(" -- ")
             reads[b].append(a)
         elif match:
             name, kind, *values = match.groups()
-            # several outputs: [6291456.0; 131072.0]
-            numbers = (sum(map(float, value.strip("[]").split(";"))) for value in values)
+            if name in nodes:
+                raise ValueError(f"line {number}: {name} appears twice: give each node one line")
+            try:  # several outputs: [6291456.0; 131072.0]
+                numbers = [sum(map(float, value.strip("[]").split(";"))) for value in values]
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
             forward, backward, size, weights = numbers
             # From ms, and in two.
             half = backward / 2000
@@ -242,8 +259,10 @@ def _read_graph(text: str) -> Profile:
             )
         elif line.strip():
             raise ValueError(f"line {number} is not a node of a profile: {line.strip()[:60]!r}")
-    # [2] without inputs and pieces of tuples that nobody reads, in an order in which they can run
     read = {a for sources in reads.values() for a in sources}
+    if unknown := sorted({*read, *reads} - {*nodes}):
+        raise ValueError(f"an edge names {unknown[0]!r}, which no line describes: add the node")
+    # [2] without inputs and pieces of tuples that nobody reads, in an order in which they can run
     kept = [
         name
         for name, layer in nodes.items()
@@ -251,8 +270,10 @@ def _read_graph(text: str) -> Profile:
         and (name in read or layer.kind != "__getitem__")
     ]
     sources = {name: [a for a in reads[name] if a in kept] for name in kept}
-    # The file lists nodes in any order.
-    order = list(TopologicalSorter(sources).static_order())
+    try:  # the file lists nodes in any order
+        order = list(TopologicalSorter(sources).static_order())
+    except CycleError as error:
+        raise ValueError(f"nodes read each other in a circle: {', '.join(error.args[1])}") from None
     place = {name: i for i, name in enumerate(order)}
     edges = sorted((place[a], place[name]) for name in order for a in sources[name])
     return Profile(tuple(nodes[name] for name in order), tuple(edges), samples=None)

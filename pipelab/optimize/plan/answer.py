@@ -51,6 +51,7 @@ class Answer:
         parts = [f"{name} {seconds:.4g}" for name, seconds in best.parts.items() if seconds]
         layers = stage_names(problem.profile(), best.choice.balance)
         shares = ", ".join(f"{x:.1%}" for x in problem.lengths(best.choice))
+        of = "" if limit == math.inf else f" of {limit / 1e9:.4g}"
         rate = ""
         if self.rate:
             rate = f", {self.rate / 1e12:.4g} TFLOP/s a device"
@@ -59,7 +60,7 @@ class Answer:
             f"  layers {layers}",
             *([f"  slices of {shares} of a sequence"] if best.choice.slices > 1 else []),
             f"  {best.step:.4g} s a batch, {best.throughput:.4g} samples/s{rate}; "
-            f"{best.memory / 1e9:.4g} of {limit / 1e9:.4g} GB",
+            f"{best.memory / 1e9:.4g}{of} GB",
             f"  seconds: {', '.join(parts)}",
             f"  {techniques(problem)}",
             *self._model_lines(),

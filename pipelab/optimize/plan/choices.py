@@ -17,6 +17,7 @@ from pipelab.optimize.plan.transformer import Transformer
 from pipelab.predict.costs import PASSES, Costs, Recompute
 from pipelab.table.action import LARGEST_NUMBER, ScheduleError, check_counts
 from pipelab.table.placement import loop_placement, v_placement
+from pipelab.table.validate import check_type
 
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
 IN_A_V = ("v_half", "v_min", "dualpipe_v", "zb_v")  # two chunks a device, there and back
@@ -155,10 +156,13 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_counts(devices=self.devices, batch=self.batch)
+        check_type(Machine, machine=self.machine)
         if self.share is not None:
             vars(self)["machine"] = replace(self.machine, share=self.share)
         if isinstance(self.model, Profile):
             _check_profile(self.model)
+        else:
+            check_type(Transformer, model=self.model)
         if self.pairs and "overlapped_1f1b" not in self.schedules:
             vars(self)["schedules"] = (*self.schedules, "overlapped_1f1b")
         if max(self.slices, default=1) > 1:
