@@ -70,8 +70,7 @@ class Explanation:
 def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) -> Explanation:
     """Attribute the seconds that a run took longer than these costs predict to causes.
 
-    It compares a run with a prediction. `diagnose`, which the command `pipelab explain` prints,
-    shows a run's own losses.
+    `diagnose`, which the command `pipelab explain` prints, shows a run's own losses instead.
 
     The measured run's own costs (`fit`, with one transfer for each link) replace the predicted ones
     step by step. Each step's change of the makespan is a cause, in this order:
@@ -93,17 +92,15 @@ def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) 
 
     Raises ValueError for a table with transfers, and for repeats of another table.
 
-    >>> from pipelab import Costs, simulate
-    >>> from pipelab.schedules import gpipe
-    >>> explain(Costs(), simulate(gpipe(2, 3), Costs(forward=[1, 1.5], transfer=0.25)))
+    >>> from pipelab import Costs, make, simulate
+    >>> explain(Costs(), simulate(make("gpipe", 2, 3), Costs(forward=[1, 1.5], transfer=0.25)))
     predicted                 12.00 s    85.7 %
       stage 1                 +1.50 s   +10.7 %
       link 0-1                +0.50 s    +3.6 %
     simulated                 14.00 s   100.0 %
     """
     check_type(Costs, costs=costs)
-    for timeline in (measured, *repeats):
-        check_type(Timeline, measured=timeline)
+    check_type(Timeline, measured=measured)
     measured.refuse_transfers("explain")
     s, spread = measured.schedule, _spread([measured, *repeats])
     found, costs = fit_seconds(measured, each_link=True).of_copies(s), costs.of_copies(s)
@@ -136,6 +133,7 @@ def _spread(runs: Sequence[Timeline]) -> float:
     """By how much the makespans of the same run differ; of one run alone, as its batches vary."""
     first, *others = runs
     for other in others:
+        check_type(Timeline, repeats=other)
         if other.schedule.rows != first.schedule.rows:
             raise ValueError(
                 f"explain: repeats of another table, {other.schedule.name}: give timelines of the "
