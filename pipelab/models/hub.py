@@ -117,6 +117,10 @@ def language_model(
     with loading(name):
         if not saved:
             return AutoModelForCausalLM.from_config(config, **SAFE)
+        for index in folder.glob("*.index.json"):
+            for file in {*json.loads(index.read_text())["weight_map"].values()}:
+                if Path(file).name != file:
+                    raise ValueError(f"{index.name} names {file!r}, which is not in the folder")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, config=config, output_loading_info=True, **SAFE
         )

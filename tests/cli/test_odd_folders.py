@@ -34,7 +34,7 @@ ODD_SIZES = [
     ({"vocab_size": -1}, "with vocab_size=-1 in its config.json"),
     ({"vocab_size": 0}, "its vocabulary of 0 must hold all bytes: give at least 257"),
     ({"vocab_size": 10**10}, r"its weights take 1,192 GiB, but this machine has \d+: give"),
-    ({"n_positions": 0}, "fails on a random sample with"),
+    ({"n_positions": 0}, "fails on this sample with"),
     ({"initializer_range": NAN}, "with initializer_range=nan"),
     ({"resid_pdrop": 2.0}, "dropout probability has to be between 0 and 1"),
     ({"model_type": "nosuch"}, "model type `nosuch`"),
@@ -122,6 +122,14 @@ def test_weights_that_are_not_the_models(capsys, folder, change, told):
         found |= change(name, weight) if name != "lm_head.weight" else {}
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
     assert told in refusal(capsys, folder)
+
+
+def test_weights_in_another_folder(capsys, folder):
+    GPT2LMHeadModel(CONFIG).save_pretrained(folder / "other")
+    for file in ("other/model.safetensors", str(folder / "other" / "model.safetensors")):
+        index = {"weight_map": dict.fromkeys(GPT2LMHeadModel(CONFIG).state_dict(), file)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert f"index.json names {file!r}, which is not in the folder" in refusal(capsys, folder)
 
 
 def test_weights_cut_off(capsys, folder):
