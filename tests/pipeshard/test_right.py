@@ -942,12 +942,13 @@ def test_mutable_arrays_of_the_caller_are_refused():
 # ---- short refusals
 
 
-def test_an_average_is_offered_for_a_mean_alone():
-    def root(params, batch):
-        return jnp.sqrt(jnp.mean(batch["x"] @ params[0] @ params[1]))
-
+@pytest.mark.parametrize(
+    "of", [lambda h: jnp.sqrt(jnp.mean(h)), lambda h: jnp.sum(h) / (len(h) - 1)]
+)
+def test_an_average_is_offered_for_a_mean_alone(of):
+    pipeline = pipeline_of(lambda params, batch: of(batch["x"] @ params[0] @ params[1]))
     with pytest.raises(PipeshardError, match="return a mean or a sum of values") as refused:
-        pipeline_of(root).compile(PARAMS, data(16))
+        pipeline.compile(PARAMS, data(16))
     assert "reduce" not in str(refused.value)
 
 

@@ -204,7 +204,7 @@ def _of_loss(tag: Tag, reduce: str | None, is_mean: bool) -> Combine:
         return Combine(known or How(reduce))
     why = f": {tag.why}" if tag.why else f" (it grows as samples to the power {tag.degree:g})"
     what, remedy = "neither a mean nor a sum over the batch", ""
-    if is_mean:
+    if is_mean and tag.why:
         what = "a mean over the batch, but of values that a sample does not make alone"
         remedy = "; to average over micro-batches anyway, say Pipeshard(reduce='mean')"
     elif ";" not in why:  # which has a remedy there

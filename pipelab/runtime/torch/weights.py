@@ -170,7 +170,7 @@ class VersionedStage(CountingStage):
         That is summed over the versions that its micro-batches read. `received` is the news of the
         same update by stage, where stages share a clipping norm or tied weights.
         """
-        self._check_shared()
+        self._check_unchanged()
         # On a GPU a forward that looked at its loss would wait for it: all are looked at here.
         if self.last and not self._on_cpu:
             for k, given in self.fed.items():
@@ -216,13 +216,31 @@ class VersionedStage(CountingStage):
         self.updates[number] = Update(square, rates)
         if self.optimizer is not None:
             self.optimizer.step()
+            self._take_back(number + 1)
             self.optimizer.zero_grad()
             for scheduler in self.schedulers:
                 scheduler.step()
         self._of_optimizer = None
         self.end_update(number)
 
-    def _check_shared(self) -> None:
+    def _moved(self, version: int) -> list[str]:
+        """The weights that the optimizer has elsewhere in memory than this version has them."""
+        pairs = ((name, p, self._handles[name]) for name, p in self.weights[version].items())
+        return [name for name, p, handle in pairs if p.data_ptr() != handle.data_ptr()]
+
+    def _take_back(self, version: int) -> None:
+        """Take the tensors that a step has put in the weights' place (p.data = ...)."""
+        for name in self._moved(version):
+            self.weights[version][name].data = self._handles[name].data
+            self._note_constants()
+
+    def _check_unchanged(self) -> None:
+        """ValueError for what forwards have changed, though it is another stage's or frozen."""
+        for name in self.total.keys() - self._trained:
+            raise ValueError(
+                f"weight {name} was frozen when the optimizer was made, and has a gradient since a "
+                "forward said requires_grad_(): say so before the training"
+            )
         for name, (buffer, before) in self._shared.items():
             if differ(before, buffer):
                 raise ValueError(
@@ -347,6 +365,11 @@ class VersionedStage(CountingStage):
 
     def _watch(self, names: Sequence[str]) -> None:
         """Note what is in attributes, as made: of the optimizer and of the module."""
+        for name in self._moved(self.latest):
+            raise ValueError(
+                f"the optimizer moves weight {name} to memory of its own when it is made, where "
+                "versions of it would be lost: let its step change the weights that it was given"
+            )
         self._as_made = of_modules(self.module, self._every_weight())
         self._first_again = FirstAgain(self.module, self._every_weight)
         if self.optimizer:

@@ -367,7 +367,7 @@ def check_whole(names: Sequence[str]) -> None:
 
 
 def check_stages(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a weight without values, or with a hook, which would see micro-batches."""
+    """ValueError for a weight without values, a sparse one, or one with a hook."""
     for s, stage in enumerate(stages):
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             if tensor.is_meta:
@@ -376,6 +376,11 @@ def check_stages(stages: Sequence[nn.Module]) -> None:
                     "such as by to_empty(device='cpu') and load_state_dict"
                 )
         for name, p in stage.named_parameters():
+            if p.layout not in (torch.strided, torch.jagged):
+                raise ValueError(
+                    f"weight {name} of stage {s} is a {p.layout} tensor, which cannot be copied: "
+                    "make it a dense one (to_dense), or a buffer"
+                )
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
                     f"weight {name} of stage {s} has a hook, which would see micro-batches and is "

@@ -370,6 +370,9 @@ def test_a_stage_that_computes_with_sparse_matrices(layout, recompute, tmp_path)
     assert result.check.passed, result.check
     run(*arguments, recompute=recompute, save=tmp_path / "saved", stop=1)
     assert run(*arguments, recompute=recompute, resume=tmp_path / "saved").check.passed
+    modules[0].weight = nn.Parameter(layout(modules[0].weight.data))
+    with pytest.raises(ValueError, match=r"weight of stage 0 is a torch\.sparse.* make it a dense"):
+        run(*arguments)
 
 
 # ---- what an earlier forward has left in a module

@@ -221,3 +221,51 @@ def test_an_optimizer_around_another_one_keeps_its_groups(whole_list):
     result = run(*arguments, around)
     assert result.check.passed, result.check
     assert same(result.weights, run(*arguments, plain, check=False).weights)
+
+
+# ---- optimizers that leave a weight's memory
+
+
+class Replacing(SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - 0.5 * p.grad
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream_2bw"])
+def test_a_step_may_put_a_new_tensor_in_a_weights_place(name):
+    # Was: the steps were lost.
+    table = make(name, 2, 4, batches=2)
+    found, expected = (
+        run(table, stages(2), batches(2), F.mse_loss, of)
+        for of in (partial(Replacing, lr=0.5), partial(SGD, lr=0.5))
+    )
+    assert found.check.passed and same(found.weights, expected.weights)
+
+
+class Flat(SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.5)
+        every = self.param_groups[0]["params"]
+        self.flat = torch.cat([p.data.flatten() for p in every])
+        for p, mine in zip(every, self.flat.split([p.numel() for p in every]), strict=True):
+            p.data = mine.view_as(p)
+
+
+class Unfreezing(torch.nn.Linear):
+    def forward(self, x):
+        self.bias.requires_grad_()
+        return super().forward(x)
+
+
+def test_weights_that_an_optimizer_would_not_train_are_refused():
+    # Was: never trained, without a word.
+    table = make("gpipe", 2, 4, batches=2)
+    with pytest.raises(ValueError, match=r"moves weight .* to memory of its own"):
+        run(table, stages(2), batches(2), F.mse_loss, Flat)
+    layer = Unfreezing(4, 4)
+    layer.bias.requires_grad_(False)
+    data = torch.ones(4, 4), torch.zeros(4, 4)
+    with pytest.raises(RunError, match="weight bias was frozen when the optimizer was made"):
+        run(make("gpipe", 1, 4), [layer], [data], F.mse_loss, partial(SGD, lr=0.5))
