@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
+from math import isfinite
 from pathlib import Path
 from socket import gethostname
 from stat import S_ISREG
@@ -59,6 +60,8 @@ class TrainingFolder(AbstractContextManager):
             found = json.loads(regular(file).read_text())
             name, losses = found["name"], list(map(float, found["losses"]))
             owner = found.get("owner", self.owner)
+            if type(found["losses"]) is not list or not all(map(isfinite, losses)):
+                raise ValueError("its losses are not a list of finite numbers")
             if not re.fullmatch("[0-9a-f]{32}", owner):
                 raise ValueError(f"owner {owner!r}")
         except Exception as error:  # whatever JSON, and what its values are taken for, fail with

@@ -325,6 +325,8 @@ def test_killed_while_it_removes_a_checkpoint(tmp_path, monkeypatch):
     [
         *("", "{}", "[]", "5", "\xff", "[" * 100_000, '{"name": "", "losses": 3}'),
         *('{"name": "", "losses": ["x"]}', '{"name": "", "losses": [1], "owner": "*"}'),
+        *('{"name": "", "losses": [NaN]}', '{"name": "", "losses": "12"}'),
+        '{"name": "", "losses": {"1": 2}}',
     ],
 )
 def test_a_damaged_record_is_one_error(record, tmp_path):
