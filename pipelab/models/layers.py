@@ -5,7 +5,6 @@ called with and where that comes from. Around the blocks runs the model's own `f
 in their place.
 """
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from pipelab.models.clone import cloned, omitted_of, result_of
+from pipelab.models.clone import cloned, isolated, omitted_of, result_of
+from pipelab.models.inputs import PLAIN, Inputs
 from pipelab.models.placeholder import Needed, Place, Tape
 from pipelab.models.proof import Proof, mode, others_of, seen
 from pipelab.models.shell import (
-    INPUT,
-    PLAIN,
     SKIPS,
     STATE,
     Around,
@@ -48,17 +47,26 @@ def layers_of(model: nn.Module, sample: Mapping[str, Tensor] | None = None) -> l
 
     sample  inputs by name, (samples, ...), to trace the model with: all that batches will have,
             with padding if they have any, to show the masks. Forwards and backwards of it are
-            compared, which takes the memory of two gradients meanwhile. Default: random tokens or
-            images of its config's sizes
+            compared, which takes the memory of two gradients and of the weights meanwhile.
+            Default: random tokens or images of its config's sizes
 
     Move the model to its device and precision first. ValueError, with the reason, for a model that
     cannot be cut this way. Write its layers by hand, each a module of one argument: see the source
     of `pipelab.models.gpt2`.
     """
     based: Any = getattr(model, "get_base_model", None)  # of peft: the model with its adapters
-    model = based() if based else model
-    given = dict(random_sample(model) if sample is None else sample)
+    around, model = model, based() if based else model
+    if not isinstance(sample, Mapping | None):
+        raise ValueError(f"sample is a {type(sample).__name__}: give a dictionary, inputs by name")
+    sample = random_sample(model) if sample is None else sample
+    given = pytree.tree_map_only(Tensor, Tensor.detach, dict(sample))
     try:
+        own = {*map(id, model.parameters())}
+        if lost := [name for name, p in around.named_parameters() if id(p) not in own]:
+            raise _Uncut(
+                f"{lost[0]} is around it, as peft's prompts are; use an adapter in its layers, "
+                "such as LoRA"
+            )
         if hasattr(model, "_orig_mod"):
             raise _Uncut("it is compiled as a whole; give layers_of the model that you compiled")
         look = _Look(model, given)
@@ -120,19 +128,20 @@ class _Look:
         self.model, self.given = model, given
         self.kept: set[tuple[int, str | Place]] = set()
         try:
-            self.watch, evaluated = (Watch(model, given, training) for training in (True, False))
+            self.watches = [Watch(model, given, training) for training in (True, False)]
         except Exception as error:
             raise ValueError(
                 f"a {type(model).__name__} fails on this sample with {type(error).__name__}: "
                 f"{error}; give layers_of a sample that works"
             ) from error
+        self.watch, evaluated = self.watches
         self.proofs = [Proof(True, given, self.watch.seen), Proof(False, given, evaluated.seen)]
         if self.watch.seen.outside:
             raise _Uncut(
                 "in training it draws random numbers of numpy or Python (as transformers' "
                 "apply_spec_augment and layerdrop do), which no seed of a run reaches: turn it off"
             )
-        other, clone = others_of(given), cloned(model)
+        other, clone = others_of(given), isolated(cloned(model))
         # Values that the model does not take show nothing.
         with suppress(Exception), mode([clone], True):
             expected = seen(clone, [clone], lambda: result_of(clone(**other)), True, False)
@@ -228,23 +237,24 @@ class _Look:
 
     def layers(self, whole: bool) -> list[nn.Module]:
         """The layers; `whole`: each with all that might be needed."""
-        taken = [*inspect.signature(self.model.forward).parameters, *self.given]
-        main = getattr(self.model, "main_input_name", "")
-        main = main if main in self.given else next(name for name in taken if name in self.given)
-        # `forward` may look at any input in any part.
-        inputs = {INPUT + name for name, x in self.given.items() if isinstance(x, Tensor)}
+        for name in self.watch.writing:
+            if self._holds_blocks(name.rpartition(".")[0]):
+                raise _Uncut(
+                    f"its parts leave another {name} behind; change it in one module, or in a block"
+                )
+        inputs = Inputs(self.model, self.given)
+        for name, kind in inputs.strange:
+            raise _Uncut(f"its {name} is a {kind} that may change")
         drawing = self._drawing()
         made: list[Any] = []
         rows: list[list[Block]] = []
         for part in range(len(self.lists) + 1):
             tape = Tape(part)
             shell, blocks = self._shell(part, tape, whole), [*self.calls, []][part]
-            around = Around(shell, tape, main, len(blocks))
+            around = Around(shell, tape, inputs, len(blocks), not made)
             around.draws = any(other < part for other in drawing)
             around.again = [f"{STATE}{p}" for p in range(part)] if whole and around.draws else []
-            if not made:
-                around.known = set(self.given)
-            else:
+            if made:
                 results = self.calls[part - 1][-1][True].result
                 first = next(i for i, leaf in enumerate(results) if isinstance(leaf, Tensor))
                 more = [at for p, at in self.kept if p == part and isinstance(at, tuple)]
@@ -267,7 +277,8 @@ class _Look:
             if isinstance(layer, Block):
                 needed |= {*filter(None, layer.reads)}
             elif layer is not made[0]:
-                needed |= {*layer.after.values(), *layer.again} | inputs
+                # `forward` may look at any input in any part.
+                needed |= {*layer.after.values(), *layer.again} | inputs.names
         return made
 
     def _blocks(self, part: int, around: Around) -> list[Block]:
@@ -347,7 +358,7 @@ class _Look:
 
     def _holds_blocks(self, path: str) -> bool:
         """Whether blocks stand in a module, or are called while it is."""
-        return any(of_list.startswith(f"{path}.") for of_list in self.lists) or any(
+        return any(of_list.startswith(path and f"{path}.") for of_list in self.lists) or any(
             begin < first < end
             for begin, end in self.watch.spans.get(path, ())
             for first, _ in self.ends
@@ -355,12 +366,17 @@ class _Look:
 
     def _parts(self, path: str) -> set[int]:
         """The parts of `forward` in which a module is called, or one that it has."""
-        return {
-            sum(last < begin for _, last in self.ends)
-            for at, spans in self.watch.spans.items()
-            if at == path or at.startswith(f"{path}.")
-            for begin, _ in spans
-        }
+        found = set()
+        for watch in self.watches:
+            of_lists = zip(self.lists, self.calls, strict=True)
+            lasts = [watch.spans.get(f"{p}.{len(blocks) - 1}") for p, blocks in of_lists]
+            found |= {
+                sum(last[0][1] < begin for last in lasts if last)
+                for at, spans in watch.spans.items()
+                if at == path or at.startswith(f"{path}.")
+                for begin, _ in spans
+            }
+        return found
 
 
 def _where(leaf: Any, calls: Sequence[Call]) -> tuple[int, int] | None:

@@ -1,6 +1,7 @@
 """Placeholders for what other layers compute, and the tape on which a layer's stubs write."""
 
 import re
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class Tape:
     given     what the layers before have computed
     like      a tensor of the right type on the right device
     used      whether the stub of the last block before was called
+    passed    list of blocks -> how many of its stubs were called
     calls     the leaves that each block of the next list was called with
     returned  what their stubs returned, and the versions of it
     states    of the random numbers, when a part begins
@@ -31,6 +33,7 @@ class Tape:
         self.flows: dict[tuple[int, int], tuple[int, int]] = {}
         self.given: dict[Place, Tensor] = {}
         self.used = False
+        self.passed: Counter[int] = Counter()
         self.like: Any = None
         self.calls: list[list[Any]] = []
         self.returned: list[list[tuple[Any, int]]] = []
@@ -63,7 +66,7 @@ class Placeholder(Tensor):
         if name in READING or (isinstance(of, tuple) and isinstance(of[2], tuple)):
             known(source)
         if func is Tensor.register_hook:  # its gradient is another layer's, too
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs or {})
             if name.startswith("new_") or name.endswith("_like"):
@@ -106,7 +109,7 @@ class Differs(ValueError):
     """A batch makes the model compute in another way than the sample did."""
 
 
-class Needed(Exception):
+class Needed(ValueError):
     """A part of `forward` needs what another layer computes, or the weights it does that with."""
 
     def __init__(self, part: int, origin: str | Place) -> None:

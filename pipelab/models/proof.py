@@ -12,20 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipelab.models.clone import cloned
+from pipelab.models.clone import cloned, isolated
 from pipelab.models.placeholder import Differs, Needed, Placeholder, random_state, set_random_state
 from pipelab.models.shell import Around, Block, Stub
 
 
 class Seen(NamedTuple):
-    """A forward and its backward: what they give, and what they leave behind.
+    """A forward, its backward and another forward: what they give, and what they leave behind.
 
+    again    the second forward's result
     buffers  by name, afterwards
     drawn    the state of the random numbers afterwards
     outside  whether numpy or Python drew some, too
     """
 
     result: Any
+    again: Any
     gradients: dict[str, Tensor | None]
     buffers: list[tuple[str, Tensor]]
     drawn: Tensor
@@ -56,7 +58,7 @@ class Proof(NamedTuple):
 
     def differs(self, model: nn.Module, layers: Sequence[nn.Module]) -> str:
         """Why its layers are not the model; nothing if they are."""
-        parts = [cloned(layer) for layer in layers]
+        parts = [isolated(cloned(layer)) for layer in layers]
 
         def forward() -> Any:
             found: Any = self.given
@@ -72,7 +74,10 @@ class Proof(NamedTuple):
         except Differs as error:
             return str(error)
         except Exception as error:
-            return f"its parts fail with {type(error).__name__}: {error}"
+            return (
+                f"its parts fail with {type(error).__name__}: {error}; if its forward reads a "
+                "block's weights outside of that block's forward, move that into the block"
+            )
         return _difference(found, self.expected)
 
 
@@ -83,9 +88,9 @@ def seen(
     training: bool,
     backward: bool,
 ) -> Seen:
-    """A forward of the model's parts from a seed, and its backward; the model stays as it is."""
+    """Two forwards of the model's parts from a seed, and a backward; the model stays as it is."""
     device = device_of(model)
-    tensors = [*model.buffers()]
+    tensors = [*model.buffers(), *model.parameters()]
     for part in model.modules():
         tensors += [value for value in vars(part).values() if isinstance(value, Tensor)]
     with torch.no_grad():
@@ -101,13 +106,15 @@ def seen(
                 _draw_apart(part, device)
             with torch.set_grad_enabled(training):
                 result = forward()
+                gradients = _gradients(model, result) if backward else {}
+                _unmark(tensors)
+                again = forward()
             drawn = random_state(device)
             drew = _outside() != began
-            gradients = _gradients(model, result) if backward else {}
         _unmark(tensors)
-        result = pytree.tree_map_only(Tensor, Tensor.detach, result)
+        result, again = pytree.tree_map_only(Tensor, Tensor.detach, (result, again))
         buffers = [(name, buffer.clone()) for part in parts for name, buffer in _buffers(part)]
-        return Seen(result, gradients, buffers, drawn, drew)
+        return Seen(result, again, gradients, buffers, drawn, drew)
     finally:
         _unmark(tensors)
         random.setstate(outside[0])
@@ -158,10 +165,16 @@ def _difference(found: Seen, expected: Seen) -> str:
     for name, buffer in found.buffers:
         if not _same(after.get(name), buffer):
             return f"its parts leave another {name} behind; change it in one module, or in a block"
-    results, rights = (pytree.tree_leaves(of.result) for of in (found, expected))
-    pairs = zip(results, rights, strict=False)
-    if len(results) != len(rights) or not all(_same(*p) for p in pairs if isinstance(p[1], Tensor)):
-        return "its parts return a different result"
+    if not _alike(found.result, expected.result):
+        return (
+            "its parts return a different result; if its forward reads what a block keeps in "
+            "attributes or weights, let the block return that"
+        )
+    if not _alike(found.again, expected.again):
+        return (
+            "its parts return a different result in a second forward: one reads an attribute that "
+            "another changes; change and read it in one module, or in a block"
+        )
     if not torch.equal(found.drawn, expected.drawn):
         return "its parts draw other random numbers"
     largest = max(
@@ -177,6 +190,14 @@ def _difference(found: Seen, expected: Seen) -> str:
     return ""
 
 
+def _alike(found: Any, expected: Any) -> bool:
+    results, rights = map(pytree.tree_leaves, (found, expected))
+    pairs = zip(results, rights, strict=False)
+    return len(results) == len(rights) and all(
+        _same(*pair) for pair in pairs if isinstance(pair[1], Tensor)
+    )
+
+
 def others_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Another sample: the same values at other positions, but for masks."""
     order: dict[int, Tensor] = {}
@@ -189,7 +210,7 @@ def others_of(given: Mapping[str, Any]) -> dict[str, Any]:
             order[x.shape[-1]] = torch.randperm(x.shape[-1], generator=draw)
         return x[..., order[x.shape[-1]].to(x.device)]
 
-    return {name: moved(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+    return pytree.tree_map_only(Tensor, moved, dict(given))
 
 
 def _outside() -> Any:

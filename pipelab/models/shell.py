@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.models.clone import cloned, result_of
+from pipelab.models.inputs import PLAIN, Inputs
 from pipelab.models.placeholder import (
     SHOW,
     Differs,
@@ -27,10 +28,8 @@ from pipelab.models.placeholder import (
 from pipelab.runtime.torch.device import DRAWING
 
 Values = dict[str, Tensor]  # what layers hand on, by name
-INPUT = "input "  # begins the names of what the model itself is given
 STATE = "random state of part "
 SKIPS = "skips some of its blocks{}, but a pipeline runs all: set that probability (layerdrop) to 0"
-PLAIN = int, float, str, torch.dtype, torch.device
 
 
 class Call(NamedTuple):
@@ -99,8 +98,8 @@ class Around(nn.Module):
     """The part of a model's `forward` between two lists of blocks, or before or after all.
 
     shell   the model, with stubs for its blocks, and for what computes in other parts
-    main    the name of the input that may be given alone
-    known   what the first layer is given: the names of the sample; else nothing
+    inputs  what the model is given
+    first   whether it is the first layer
     blocks  how many there are in the next list
     after   the results of blocks before it that it reads, and their names
     draws   whether the parts before it draw random numbers: it leaves the generators as they were
@@ -108,10 +107,12 @@ class Around(nn.Module):
     groups  a value's name -> the blocks that are called with it, and the leaf of their arguments
     """
 
-    def __init__(self, shell: nn.Module, tape: "Tape", main: str, blocks: int) -> None:
+    def __init__(
+        self, shell: nn.Module, tape: "Tape", inputs: Inputs, blocks: int, first: bool
+    ) -> None:
         super().__init__()
-        self.shell, self.tape, self.main, self.blocks = shell, tape, main, blocks
-        self.known: set[str] = set()
+        self.shell, self.tape, self.inputs, self.blocks = shell, tape, inputs, blocks
+        self.first = first
         self.after: dict[Place, str] = {}
         self.draws, self.again = False, list[str]()
         self.groups: dict[str, list[tuple[int, int]]] = {}
@@ -120,22 +121,15 @@ class Around(nn.Module):
     def forward(self, values: Any) -> Any:
         # [1] the model's inputs, which other parts of `forward` look at, too
         tape = self.tape
-        if self.known:
-            inputs = dict(values) if isinstance(values, Mapping) else {self.main: values}
-            if strange := [repr(name) for name in inputs if name not in self.known]:
-                raise ValueError(
-                    f"this batch has {', '.join(strange)}, which the sample of layers_of did not "
-                    f"have: {SHOW}"
-                )
-            values = {INPUT + name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        if self.first:
+            values = self.inputs.handed(values)
             tensors = [*self.parameters(), *values.values()]
             tape.like = next((t for t in tensors if t.is_floating_point()), tensors[-1])
         else:
             tape.given = {place: values[name] for place, name in self.after.items()}
             tape.like = next(iter(tape.given.values()))
-            inputs = {n.removeprefix(INPUT): x for n, x in values.items() if n.startswith(INPUT)}
         # [2] `forward`, until it has called all blocks of the next list
-        tape.calls, tape.returned, tape.used = [], [], bool(self.known)
+        tape.calls, tape.returned, tape.used = [], [], self.first
         state, own = f"{STATE}{tape.until}", None
         if self.draws or state in self.keeps:
             own = random_state(tape.like.device)
@@ -146,13 +140,14 @@ class Around(nn.Module):
                 tape.states[tape.until] = own
                 tape.rewind(0)
             try:
-                result = result_of(self.shell(**inputs))
+                result = result_of(self.shell(**self.inputs.of(values)))
             except Reached:
                 pass
             finally:
-                calls, tape.given, tape.like = tape.calls, {}, None
-                tape.calls, tape.returned, tape.states = [], [], {}
-        if len(calls) != self.blocks or not tape.used:
+                calls, used, tape.given, tape.like = tape.calls, tape.used, {}, None
+                tape.calls, tape.returned, tape.states, tape.used = [], [], {}, False
+                tape.passed.clear()
+        if len(calls) != self.blocks or not used:
             raise Differs("the model " + SKIPS.format(" for this batch"))
         if not self.blocks:
             for leaf in pytree.tree_leaves(result):
@@ -242,6 +237,8 @@ class Stub(Hollow):
         self.at, self.place, self.last, self.form = at, place, last, call.result_form
         self.origin = *place, 0
         self.result = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in call.result]
+        # One tensor may stand in several places.
+        self.firsts = [next(i for i, x in enumerate(call.result) if x is y) for y in call.result]
         shapes = [
             next((x.shape for x in leaves if isinstance(x, Tensor)), None)
             for leaves in (call.leaves, call.result)
@@ -261,6 +258,14 @@ class Stub(Hollow):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (of_list, block), tape = self.place, self.tape
+        if block != tape.passed[of_list]:
+            raise Differs(
+                f"the model calls {self.at}.{block} again for this batch, but a pipeline runs each "
+                "block once"
+                if block < tape.passed[of_list]
+                else "the model " + SKIPS.format(" for this batch")
+            )
+        tape.passed[of_list] += 1
         leaves = pytree.tree_leaves((args, kwargs))
         if of_list == tape.until:
             self._compare((len(args), [*kwargs]), leaves)
@@ -284,9 +289,16 @@ class Stub(Hollow):
             else leaf
             for i, (x, leaf) in enumerate(zip(shaped, self.result, strict=True))
         ]
+        found = [found[i] for i in self.firsts]
         if of_list == tape.until:
             tape.returned.append([(x, _version(x)) for x in found])
         return _filled(self.form, found)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._of[0][at]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self._of[0])  # type: ignore[arg-type]
 
     def _compare(self, names: Any, leaves: Sequence[Any]) -> None:
         """Differs unless hidden states come from the blocks before, and constants are the same."""

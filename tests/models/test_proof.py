@@ -304,6 +304,69 @@ def test_equal(name, begins):
             torch.manual_seed(torch.randint(99, ()))
 
 
+def helped_in_evaluation(s, x):
+    x = through(s.b, s.e(x))
+    return s.h(x if s.training else s.r(x))
+
+
+def of_a_block_s_type(s, x):
+    return s.h(through(s.b, s.e(x.to(s.b[0][1].weight.dtype))) / len(s.b[0]))
+
+
+def twice_in_a_tuple(s, x):
+    x = s.e(x)
+    for b in s.b:
+        _, x = b(x)
+    return s.h(x)
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return (y := super().forward(x)), y
+
+
+EQUAL |= {
+    "helped in evaluation": (helped_in_evaluation, {"r": nn.Linear(16, 16)}),
+    "of a block's type": (of_a_block_s_type, {}),
+    "twice in a tuple": (twice_in_a_tuple, {"b": nn.ModuleList(Pair(16, 16) for _ in range(4))}),
+}
+
+
+def counts_afterwards(s, x):
+    s.steps = [*getattr(s, "steps", [])]
+    x = s.h(through(s.b, s.e(x) * (1 + len(s.steps))))
+    s.steps.append(1)
+    return x
+
+
+def keeps_a_mean(s, x):
+    x = s.e(x) + getattr(s, "last", 0)
+    x = through(s.b, x)
+    s.last = x.detach().mean()
+    return s.h(x)
+
+
+class Leaving(nn.Linear):
+    """A block that tells the next one in an object of both."""
+
+    def forward(self, x):
+        seen, self.shared["x"] = self.shared.get("x", 0), x.detach()
+        return super().forward(x) + seen
+
+
+def told_beside(s, x):
+    s.shared = s.shared if hasattr(s, "shared") else {}
+    s.shared.clear()
+    for b in s.b:
+        b.shared = s.shared
+    return s.h(through(s.b, s.e(x)))
+
+
+def weighs_its_blocks(s, x):
+    return s.h(through(s.b, s.e(x))) + s.b[0][1].weight.sum()
+
+
+SECOND = "a different result in a second forward: one reads an attribute that another changes"
 UNTAKEN = r"b\.1 does not take what b\.0 returns; move what its forward does between them into"
 REFUSED = {
     "dropped between": (dropped_between, UNTAKEN),
@@ -316,6 +379,9 @@ REFUSED = {
     "without gradients": (without_gradients, r"b\.0 is called under torch\.no_grad\(\)"),
     "in half": (in_half, r"b\.0 is called under torch\.autocast"),
     "counted": (counted, "its parts leave another k behind; change it in one module, or in a"),
+    "counts afterwards": (counts_afterwards, SECOND),
+    "keeps a mean": (keeps_a_mean, SECOND),
+    "weighs its blocks": (weighs_its_blocks, "if its forward reads a block's weights outside of"),
     "looked at": (looked_at, r"its forward reads what b\.0 returns before its last block"),
 }
 
@@ -328,6 +394,30 @@ def test_refused(name):
     with pytest.raises(ValueError, match=f"a Own cannot be cut into layers: .*{reason}"):
         layers_of(model, {"x": torch.randn(6, 5, 8)})
     assert type(model.k) is torch.Tensor and model.k == 1
+
+
+def test_blocks_that_tell_each_other_something_beside_their_results_are_refused():
+    model = Own(told_beside, b=nn.ModuleList(Leaving(16, 16) for _ in range(4)))
+    model(x := torch.randn(6, 5, 8))
+    with pytest.raises(ValueError, match="reads what a block keeps in attributes or weights, let"):
+        layers_of(model, {"x": x})
+
+
+def test_a_forward_that_writes_into_its_weights_has_not_been():
+    def call(s, x):
+        with torch.no_grad():
+            s.h.weight.clamp_(-0.01, 0.01)
+        return s.h(through(s.b, s.e(x)))
+
+    model = Own(call)
+    before = model.h.weight.clone()
+    layers_of(model, {"x": torch.randn(6, 5, 8)})
+    assert torch.equal(model.h.weight, before)
+
+
+def test_a_hook_of_what_another_layer_computes_needs_none_of_its_weights():
+    layers = layers_of(Own(hooked_before), {"x": torch.randn(6, 5, 8)})
+    assert [len([*layer.parameters()]) for layer in layers] == [2] * 6
 
 
 def trained(model, x, y):

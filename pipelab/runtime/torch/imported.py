@@ -7,6 +7,7 @@ that these name. Not seen are the insides of other objects, globals of installed
 code, and what a library has read from its environment when it was imported.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dis import get_instructions
@@ -74,7 +75,8 @@ def _note(value: Any, name: str, found: Facts, seen: set[int]) -> None:
         for cls in takewhile(lambda cls: cls not in (nn.Module, object), value.__mro__):
             for attribute, inner in sorted(vars(cls).items()):
                 inner = _plainer(inner)
-                plain = not attribute.startswith("_") and _plain(inner) is not None
+                own = not (attribute.startswith("_") or _is_installed(cls))
+                plain = own and _plain(inner) is not None
                 if plain or isinstance(inner, FunctionType):
                     _note(inner, f"{cls.__module__}.{cls.__qualname__}.{attribute}", found, seen)
     elif callable(value):
@@ -98,8 +100,12 @@ def _layers_of(function: FunctionType) -> list[FunctionType]:
     return [*(f for f in chain[:-1] if not _is_installed(f)), chain[-1]]
 
 
-def _is_installed(function: FunctionType) -> bool:
-    return any(part in function.__code__.co_filename for part in INSTALLED)
+def _is_installed(value: FunctionType | type) -> bool:
+    if isinstance(value, FunctionType):
+        file = value.__code__.co_filename
+    else:  # whose plain values may be counters
+        file = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
+    return any(part in file for part in INSTALLED)
 
 
 def _named(function: FunctionType, code: CodeType) -> Iterator[tuple[str, Any]]:
