@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpu import measured, ranks, speed
+from gpu import executed, measured, ranks, speed
 from gpu import report as gpu
 from gpu.cases import CASES, SGD
 from gpu.measured import Model, Place, Sizes
@@ -255,6 +256,40 @@ def test_the_page_says_what_became_of_every_section(capsys):
     text, states = gpu.report("cpu", 0, run)
     assert states == {"skipped"}
     assert text.count("Skipped: the 0 seconds were over.") == len(gpu.SECTIONS)
+
+
+def test_what_the_time_of_all_cuts_off_has_not_failed(monkeypatch):
+    """Was: with LIMIT=540, the section that it cut off FAILED, and so did the command."""
+    now = [0.0]
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def run(title, device, seconds):
+        now[0] += seconds
+        return gpu.Outcome("FAILED", ["Failed: `no end`", "rows"])
+
+    first, second, *_ = (section.seconds for section in gpu.SECTIONS.values())
+    text, states = gpu.report("cpu", first + second - 1, run)
+    assert states == {"FAILED", "skipped"}
+    assert text.count("Failed: `no end`") == 1 and text.count("rows") == 2
+    assert f"Skipped: the {first + second - 1} seconds were over before its end." in text
+
+
+@pytest.mark.parametrize(
+    ("ended", "message", "left", "passes"),
+    [
+        (1.0, "RunError", "torchelastic_*", True),
+        (6.0, "RunError", "-", False),
+        (1.0, "", "-", False),
+        (1.0, "RunError", "pymp-*", False),
+    ],
+)
+def test_a_fault_is_told_in_time_and_leaves_nothing(ended, message, left, passes, monkeypatch):
+    """Was: only its time was looked at."""
+    monkeypatch.setenv("PIPELAB_WIRE", "")
+    outcome = executed.faults.Outcome(0.5, ended, message, left)
+    monkeypatch.setattr(executed.faults, "attempt", lambda *_: outcome)
+    with nullcontext() if passes else pytest.raises(executed.Failed):
+        executed.faults_on_ranks(HERE)
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,21 @@ def find_part(name: str, row: int = 0) -> Part | None:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """A torch device by its name, or a part's GPU. ValueError if this machine does not have it."""
+    """A torch device by its name, or a part's GPU; "cuda" is the caller's current one, by number.
+
+    ValueError if this machine does not have it.
+    """
     found, count = PART.fullmatch(str(name)), torch.cuda.device_count()
     whole = f"cuda:{found[1]}" if found else str(name)
     here = ["cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))]
     if whole not in here:
         raise ValueError(f"device {str(name)!r}: this machine has {', '.join(here)}")
-    return torch.device(whole)
+    # Tensors say which GPU they are on: without a number, theirs would be another device's.
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if whole == "cuda"
+        else torch.device(whole)
+    )
 
 
 def device_names(schedule: Schedule, devices: Any) -> list[str]:
@@ -80,9 +88,8 @@ def device_names(schedule: Schedule, devices: Any) -> list[str]:
             f"{len(given)} devices for the {schedule.devices} rows of {schedule.name}: name one "
             "per row; repeats are allowed"
         )
-    for name in given:
-        find_device(name)  # raises if this machine does not have it
-    return [str(find_part(str(name), row) or name) for row, name in enumerate(given)]
+    found = [*map(find_device, given)]  # raises if this machine does not have one
+    return [str(find_part(str(name), row) or found[row]) for row, name in enumerate(given)]
 
 
 # ---- weights, by the layers that they stand in

@@ -80,8 +80,8 @@ class TorchJob(Job):
         for s, module in self.modules.items():
             with home.working(s):
                 made[s] = self._stage(s, module, home)
-            if self.options.save:  # tell now, and not after the training
-                checkpoint.packed(s, made[s].optimizer_state())
+                if self.options.save:  # tell now, and not after the training
+                    checkpoint.packed(s, made[s].optimizer_state())
         return made
 
     def _stage(self, s: int, module: nn.Module, home: CpuDevice) -> TorchStage:

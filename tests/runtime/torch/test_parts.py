@@ -136,6 +136,16 @@ def test_rows_take_parts_in_turn(devices, found, machine):
     assert names.device_names(make("gpipe", 4, 2), devices) == found
 
 
+def test_a_gpu_without_a_number_is_the_current_one(machine, monkeypatch):
+    """Was: of no number, so its own tensors were another device's: data were not copied, and
+    torchrun's ranks ended in a traceback."""
+    machine(Driver())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for given in ("cuda", torch.device("cuda")):
+        assert names.find_device(given) == torch.device("cuda:1")
+        assert names.device_names(make("gpipe", 2, 2), [given, "cpu"]) == ["cuda:1", "cpu"]
+
+
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
