@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from pipelab.predict.theory import THEORY
-from pipelab.runtime.verdict.certificate import Comparison
+from pipelab.runtime import session
 from pipelab.schedules import make, takes
 
 settings.register_profile(
@@ -165,15 +165,15 @@ FAILED = pytest.StashKey[list]()  # the checks that failed in a test
 @pytest.fixture(autouse=True)
 def _note_failed_checks(request, monkeypatch):
     failed = request.node.stash[FAILED] = []
-    verdict = Comparison.verdict
+    verdict_of = session.verdict_of
 
-    def noted(self, *arguments):
-        check = verdict(self, *arguments)
-        if check.tensors:
+    def noted(*arguments):
+        check = verdict_of(*arguments)
+        if check.arrays:
             failed.append(check)
         return check
 
-    monkeypatch.setattr(Comparison, "verdict", noted)
+    monkeypatch.setattr(session, "verdict_of", noted)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -184,7 +184,7 @@ def pytest_runtest_makereport(item, call):
     if report.when == "call" and report.failed and failed:
         folder = Path(tempfile.mkdtemp(prefix="pipelab-check-"))
         for number, check in enumerate(failed):
-            np.savez(folder / f"{number}.npz", **check.tensors)
+            np.savez(folder / f"{number}.npz", **check.arrays)
         lines = [f"{folder}/{number}.npz: {check}" for number, check in enumerate(failed)]
         report.sections.append(("tensors of failed checks", "\n".join(lines)))
     return report

@@ -23,7 +23,7 @@ from pipelab.pipeshard import (
     parallelize,
     value_and_grad,
 )
-from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.verdict.check import Check
 
 LAYERS = 8
 

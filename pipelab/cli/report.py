@@ -42,7 +42,7 @@ def describe(timeline: Timeline) -> dict[str, Any]:
 
 
 def verdict_of(check: Any) -> dict[str, Any]:
-    names = ("passed", "max_abs", "max_rel", "tolerance", "rule", "ratio", "worst", "unjudged")
+    names = ("passed", "how", "rule", "ratio", "limit", "worst", "reasons", "unjudged")
     return {name: getattr(check, name) for name in names}
 
 

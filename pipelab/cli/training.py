@@ -52,7 +52,7 @@ def train(
     ValueError if the folder holds another training or is in use, if this training is done, or if a
     checkpoint would replace a file that is not its own; else as `run`.
     """
-    folder, checks = Path(folder), check == "first" or check
+    folder, checks = Path(folder), bool(check)
     given = Options(loss=loss, optimizer=optimizer, check=checks, save=folder, **options)
     wing = wing_of(given.backend)
 

@@ -36,6 +36,10 @@ class JaxDevice(Device):
                 stack.enter_context(getattr(jax, name)(value))
             yield
 
+    @property
+    def kernels(self) -> tuple[int, str]:
+        return 1, self.device.device_kind
+
     def take(self, parcel: Any) -> Any:
         def move(leaf: Any) -> Any:
             return jax.device_put(leaf, self.device) if isinstance(leaf, jax.Array) else leaf

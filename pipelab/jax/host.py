@@ -29,6 +29,17 @@ def as_numbers(value: Any) -> np.ndarray | None:
     return value if isinstance(value, np.ndarray) and not value.dtype.hasobject else None
 
 
+def named(tree: Any) -> dict[str, np.ndarray]:
+    """A tree's leaves by their path, on the host."""
+    return dict(zip(names(tree), map(np.asarray, jax.tree.leaves(tree)), strict=True))
+
+
+def names(tree: Any) -> list[str]:
+    """The paths of a tree's leaves."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+
+
 def digest(*texts: Any) -> str:
     return sha256(repr(texts).encode()).hexdigest()
 

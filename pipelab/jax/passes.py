@@ -21,6 +21,9 @@ from pipelab.jax.split import split_backward
 from pipelab.table.action import Kind
 
 Specs = list[jax.ShapeDtypeStruct]
+# Numbers have the digits that their types say, whatever is computed in one go: else another way to
+# compile the same, such as on one device, rounds elsewhere.
+EXACT: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 # A number that a backward returns beside its sums: these are gone when the next one adds to them.
 DONE = np.int8(0)
 

@@ -15,11 +15,10 @@ from jax.extend.core import Var
 from jax.sharding import SingleDeviceSharding
 
 from pipelab.jax.arguments import Apply, Part
-from pipelab.jax.arithmetic import named, names
 from pipelab.jax.device import JaxDevice
-from pipelab.jax.host import of_program
+from pipelab.jax.host import named, names, of_program
 from pipelab.jax.jaxpr import Arrays, spec_of
-from pipelab.jax.passes import Backwards, Compiled, Groups, differentiate, passes
+from pipelab.jax.passes import EXACT, Backwards, Compiled, Groups, differentiate, passes
 from pipelab.predict.costs import Recompute
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Bytes, Update
@@ -259,9 +258,11 @@ class Function:
             shapes = shapes._replace(parameters=strong)
             if backwards:
                 self.check_count(shapes)
-                self._known[key] = Compiled(passes(self.run, shapes), shapes, self.kinds)
+                self._known[key] = Compiled(
+                    passes(self.run, shapes), shapes, self.kinds, options=EXACT
+                )
             else:
-                self._known[key] = jax.jit(self.run).lower(*shapes).compile()
+                self._known[key] = jax.jit(self.run).lower(*shapes).compile(EXACT)
         return self._known[key]
 
 
@@ -328,7 +329,7 @@ def step_of(optimizer: optax.GradientTransformation) -> Callable:
         return optax.apply_updates(weights, change), state
 
     # Nothing is donated: the version that it starts from may still have readers.
-    return jax.jit(step)
+    return jax.jit(step, compiler_options=EXACT)
 
 
 @jax.jit

@@ -1,6 +1,6 @@
 """JAX's part in a run: stages as jitted functions placed on devices, jobs made of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from pipelab.jax.arguments import TREES, Part, as_function, check_optimizer, check_trained
-from pipelab.jax.arithmetic import JaxArithmetic
 from pipelab.jax.device import JaxDevice, jax_devices
 from pipelab.jax.distributed import Distributed
 from pipelab.jax.host import digest, of_trees
 from pipelab.jax.jaxpr import is_mutable
+from pipelab.jax.replay import JaxModel
 from pipelab.jax.stage import JaxStage, digest_of, digest_of_optimizer
 from pipelab.runtime.batches import cut_batch, samples_of
 from pipelab.runtime.options import Options
@@ -61,7 +61,6 @@ class JaxWing(Wing):
     optimizer = "update", "an optax transformation, such as optax.sgd(0.1)"
     trees = TREES
     looks = True
-    draws_alike = False
 
     def __init__(self, schedule: Schedule, stages: Sequence[Any], options: Options) -> None:
         super().__init__(schedule, stages, options)
@@ -130,10 +129,10 @@ class JaxWing(Wing):
     def _judges_on(self) -> jax.Device:
         return next(d for d in self.devices if d.process_index == jax.process_index())
 
-    def arithmetic(self, wide: bool, first: int, start: Sequence[Any]) -> JaxArithmetic:
-        return JaxArithmetic(
-            self.parts, self.options, self._judges_on, wide=wide, first=first, begun=start
-        )
+    def model(self, first: int, start: Sequence[Any], kernels: Mapping[int, Any]) -> JaxModel:
+        device = self._judges_on
+        alike = {kind for _, kind in kernels.values()} == {device.device_kind}
+        return JaxModel(self.parts, self.options, device, start=start, first=first, alike=alike)
 
     def size(self) -> tuple[int, int]:
         weights = jax.tree.leaves([parameters for _, parameters in self.parts])

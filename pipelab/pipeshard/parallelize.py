@@ -26,7 +26,7 @@ from pipelab.predict.memory import Memory
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.orders import Record
 from pipelab.runtime.result import memory_of, timeline_of
-from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.verdict.check import Check
 
 Argnums = int | Sequence[int]
 
@@ -209,8 +209,8 @@ class Parallelized:
         update, on one device, from the same gradients, so an optimizer that divides by tiny
         gradients does not amplify their rounding.
 
-        The unit of the difference is the rounding of the loss's precision, as in `pipelab.run`: see
-        `runtime.verdict.judge`.
+        The unit of the difference is the rounding of the loss's precision: devices that share an
+        array add up in another order than one does.
 
         tolerance  the largest distance of a result from the reference, in multiples of what
                    rounding explains; default 3

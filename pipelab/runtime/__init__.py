@@ -18,14 +18,14 @@ From the caller to a tensor and back, who makes what:
     Worker          Message      what it sends another one by a `Transport`: an output, a gradient
         |           Outcome      of an order: losses, weights, and its Record: times and bytes
         v
-    Session         Run          of a segment's outcomes (`result`), with the verdict of
-                                 `verdict.judge`
+    Session         Run          of a segment's outcomes (`result`), with its check
+                                 by `verdict.verdict`
 
 Four numberings meet here. A *table* counts micro-batches and updates from 0; so does a *segment*
 cut out of it. The *training* counts through all of them, as do workloads, orders and stages: an
 `Offset` is added to a table's numbers. Each replica numbers its own share of micro-batches; the
 *data* are numbered batch by batch, and within a batch replica by replica (`microbatches_of`).
 
-`verdict.reference` trains by the papers' rules, in the wing's arithmetic. Torch's wing is
-`torch.wing`; a room above adds its own to `wings.WINGS`, as JAX's does.
+`verdict.replay` does the same on one device by the papers' rules, in the wing's arithmetic. Torch's
+wing is `torch.wing`; a room above adds its own to `wings.WINGS`, as JAX's does.
 """

@@ -37,9 +37,8 @@ class Options:
     finite: bool = True
     pace: float | None = None
     costs: Costs | None = None
-    check: bool | str = True
+    check: bool = True
     reference: str = "batches"
-    tolerance: float | None = None
     save: str | Path | None = None
     stop: int | None = None
     resume: str | Path | None = None
@@ -50,13 +49,12 @@ class Options:
     def __post_init__(self) -> None:
         for name, fits, remedy in (
             ("replicas", self.replicas >= 1, "a whole number of at least 1"),
-            ("check", self.check in (True, False, "quick"), "True, False or 'quick'"),
+            ("check", self.check in (True, False), "True or False"),
             ("reference", self.reference in REFERENCES, f"one of {', '.join(REFERENCES)}"),
             ("seed", (self.seed or 0) >= 0, "a whole number of at least 0"),
             ("pace", _above(0, self.pace), "the seconds of one cost unit, such as 0.005"),
             ("timeout", _above(0, self.timeout), "seconds, a number above 0"),
             ("clip", _above(0, self.clip), "the largest norm, a number above 0"),
-            ("tolerance", _above(0.999, self.tolerance), "a multiple of the rounding, at least 1"),
         ):
             if not fits:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give {remedy}")

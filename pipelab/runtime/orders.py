@@ -84,10 +84,14 @@ class Update(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The effect of an update on a stage: the gradients it used and the weights it made."""
+    """The effect of an update on a stage: the gradients it used and the weights it made.
+
+    norm  by which it clipped; nan if it did not
+    """
 
     gradients: dict[str, Any]
     weights: dict[str, Any]
+    norm: float
 
 
 class Bytes(NamedTuple):
@@ -141,6 +145,7 @@ class Outcome:
     states   by stage, what training continues from
     digests  by stage that has copies or replicas, of its weights by name
     unsaved  why these could not be told, or their checkpoint not be written, if so
+    kernels  by stage, what its numbers may depend on: see `Device`
     """
 
     row: int
@@ -156,6 +161,7 @@ class Outcome:
     states: dict[int, Any] = field(default_factory=dict)
     digests: dict[int, Mapping[str, str]] = field(default_factory=dict)
     unsaved: Exception | None = None
+    kernels: dict[int, tuple[int, str]] = field(default_factory=dict)
 
 
 def by_stage(outcomes: Iterable[Outcome], name: str, replica: int = 0) -> dict[int, Any]:

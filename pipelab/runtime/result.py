@@ -20,7 +20,7 @@ from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Bytes, Outcome, Record, Update, by_stage
 from pipelab.runtime.prepare import Segment
-from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.verdict.check import Check
 from pipelab.table.schedule import Schedule
 
 
@@ -37,7 +37,7 @@ class Run:
                        several machines, a rank has its own stages'
     weight_versions    per device, the most versions of a stage's weights kept at one time, by their
                        storages
-    check              the verdict against the reference, or None without a check
+    check              whether the run equals one device's training, or None without a check
     replicas           measured spans of every replica
     records            what each device of the first replica recorded
     counts             one per micro-batch: how many samples or tokens its loss is the mean of
@@ -71,7 +71,7 @@ class Run:
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late
-        verdict = self.check or "Not checked against the reference (check=False)."
+        verdict = self.check or "Not checked against one device (check=False)."
         pace = "" if late is None else " Paced: it shows order and numerics, not speed."
         times = f" times {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
         sizes = f"{s.devices} devices{times}, {s.batches} batches of {s.microbatches} micro-batches"

@@ -1,4 +1,4 @@
-"""run(schedule, stages, batches, ...): train for real, measure, and check against the reference.
+"""run(schedule, stages, batches, ...): train for real, measure, and check against one device.
 
 evaluate: the forwards alone.
 """
@@ -36,9 +36,8 @@ def run(
     finite: bool = True,
     pace: float | None = None,
     costs: Costs | None = None,
-    check: bool | str = True,
+    check: bool = True,
     reference: str = "batches",
-    tolerance: float | None = None,
     save: str | Path | None = None,
     stop: int | None = None,
     resume: str | Path | None = None,
@@ -96,15 +95,12 @@ def run(
     finite     whether a loss of nan or inf ends the run
     pace       seconds per unit of `costs`: slow down to the predicted times, to show the order on a
                machine with few cores
-    check      compare every loss, gradient and weight with a reference on one device in the run's
-               precision, and in float64 for the first update and wherever the two differ in more
-               than the last digit. "quick": only in the run's precision. False: no check
-    reference  what it computes at once if the update rule allows it: whole "batches", as on one
-               device, or "microbatches", as in the run. The latter is for a loss or a stage that
-               couples samples on purpose (load balancing, your own batch norm) and so trains a
-               different model if the batch is cut
-    tolerance  the largest distance of a tensor from the reference, in multiples of what rounding
-               explains; default 3
+    check      train the same micro-batches once more on one device, in the same arithmetic and
+               order of sums, and compare every loss, gradient, weight and buffer, to the last bit
+               where kernels repeat; then ask whether the micro-batches add up to the batch
+    reference  what they have to add up to: whole "batches", or nothing ("microbatches"). The
+               latter is for a loss or a stage that couples samples on purpose (load balancing,
+               your own batch norm), and so trains a different model if the batch is cut
     save       a new or empty folder (that all ranks see) for a checkpoint afterwards; with `stop`,
                after that many batches. If it cannot be written, the error's `run` is the result,
                without the check
@@ -144,7 +140,6 @@ def run(
         costs=costs,
         check=check,
         reference=reference,
-        tolerance=tolerance,
         save=save,
         stop=stop,
         resume=resume,
@@ -166,9 +161,8 @@ def evaluate(
     backend: str | None = None,
     devices: str | Sequence[Any] | None = None,
     autocast: Any = None,
-    check: bool | str = True,
+    check: bool = True,
     reference: str = "batches",
-    tolerance: float | None = None,
     timeout: float = 60.0,
 ) -> Run:
     """Run only the forwards: their losses, times and memory, without graphs.
@@ -185,7 +179,6 @@ def evaluate(
         autocast=autocast,
         check=check,
         reference=reference,
-        tolerance=tolerance,
         timeout=timeout,
         training=False,
     )

@@ -4,6 +4,7 @@ The library comes as a `Wing`. `Session.run` executes and judges a part of a tab
 gives orders one by one.
 """
 
+import operator
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -29,9 +30,10 @@ from pipelab.runtime.prepare import (
 )
 from pipelab.runtime.result import Run, result_of
 from pipelab.runtime.threads import Threads
-from pipelab.runtime.verdict.certificate import Check
-from pipelab.runtime.verdict.judge import judge
-from pipelab.runtime.verdict.reference import Arithmetic, Reference
+from pipelab.runtime.verdict.check import Check
+from pipelab.runtime.verdict.replay import Model
+from pipelab.runtime.verdict.trained import Trained
+from pipelab.runtime.verdict.verdict import verdict_of
 from pipelab.runtime.worker import Job, RunError, told
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import validate
@@ -47,7 +49,6 @@ class Wing(ABC):
     optimizer    a method that `run`'s optimizer must have, and the remedy
     trees        how it takes batches apart
     looks        whether `look_at` needs the first batch, in every process
-    draws_alike  whether float64 draws the same random numbers as the run's precision
     options      those given, with the caller's seed and precision filled in
     schedule     of the training, or how it continues
     begun        batches that are done
@@ -63,7 +64,6 @@ class Wing(ABC):
     optimizer = "__call__", "a factory, such as torch.optim.SGD"
     trees: Trees
     looks = False
-    draws_alike = True
     launcher: Threads
     devices: Sequence[Any]
     draws = True
@@ -85,11 +85,12 @@ class Wing(ABC):
         """The job with these fields of every `Job`."""
 
     @abstractmethod
-    def arithmetic(self, wide: bool, first: int, start: Sequence[Any]) -> Arithmetic:
-        """The reference's arithmetic, in float64 (`wide`) or as the run computes.
+    def model(self, first: int, start: Sequence[Any], kernels: Mapping[int, Any]) -> Model:
+        """The model for the replay.
 
-        start  by stage, the state that training continues from, if not the beginning; `first` is
-               its latest version
+        start    by stage, the state that training continues from, if not the beginning; `first` is
+                 its latest version
+        kernels  by stage, what its rank's numbers may depend on
         """
 
     def size(self) -> tuple[int, int]:
@@ -110,14 +111,11 @@ class Wing(ABC):
     def needed(self, updates: int) -> int:
         """Bytes that a check of this many updates takes, without what forwards keep.
 
-        A weight's own for its gradient and its new value in each update; and at most either 24 for
-        float64's weight and its gradients of the whole batch and of its parts, or 16 with the
-        reference's gradient and two moments. In float32 that is 44 a weight for two updates;
-        benchmarks/checked.md measured 29 to 36.
+        Of each weight its gradient and its new value in each update; and a copy, a sum and two
+        moments, or two gradients of the undivided batch. benchmarks/checked.md has what it took.
         """
         size, count = self.size()
-        kept = 2 * updates * self.options.replicas * size
-        return kept + max(24 * count, 3 * size + 16 * count)
+        return 2 * updates * self.options.replicas * size + 2 * size + 8 * count
 
     def check_optimizer(self) -> None:  # noqa: B027
         """Reject an optimizer that cannot step each stage alone, if the library can tell."""
@@ -273,7 +271,7 @@ class Session(AbstractContextManager):
             # [3] judge what came of it
             if check:
                 # One process has all weights and steps; the others wait here for its verdict.
-                given = segment, data, result, outcomes, start, save, check
+                given = segment, data, result, outcomes, start, save
                 result.check = self.launcher.from_first(
                     lambda: Check.not_made(untold) if untold else self._verdict(*given),
                     "the check",
@@ -288,60 +286,37 @@ class Session(AbstractContextManager):
         outcomes: Sequence[Outcome],
         start: Mapping[int, Any],
         save: Path | None,
-        check: bool | str,
     ) -> Check:
-        began, wing, options = time.perf_counter(), self.wing, self.options
+        began, wing, options, table = time.perf_counter(), self.wing, self.options, segment.table
+        lanes = [(r, copy) for r in range(options.replicas) for copy in range(table.copies)]
         try:
-            states = [start[s] for s in sorted(start)][: segment.table.model_stages]
-            # The steps that the run keeps for the check are in memory by now.
-            room = wing.free() - wing.needed(0)
-            whole, largest = self._kept_of_batch(segment.table, outcomes)
-            found = judge(
+            states = [start[s] for s in sorted(start)][: table.model_stages]
+            run = Trained(
                 segment,
                 data,
                 result,
-                [
-                    steps_of(segment.table, outcomes, replica, copy)
-                    for replica in range(self.options.replicas)
-                    for copy in range(segment.table.copies)
-                ],
+                [steps_of(table, outcomes, *lane) for lane in lanes],
                 wing.saved(save) if save else (),
-                lambda wide: Reference(
-                    wing.arithmetic(wide, segment.done.updates, states),
-                    options,
-                    # Without a flush stages update at different times: there is no norm over all.
-                    shared_clip=not segment.table.asynchronous,
-                    sparing=whole > room,
-                ),
-                divided=wing.depends_on_cut() or largest > room,
-                roomy=largest <= room,
-                by_microbatches=options.reference == "microbatches",
-                seed=options.seed,
-                draws=wing.draws,
-                tolerance=options.tolerance,
-                # Where float64 would draw other numbers, the truth is in the run's precision.
-                quick=check == "quick" or (options.seed is not None and not wing.draws_alike),
+                options,
+                self.unit,
+                self._kept_of_batch(table, outcomes) < wing.free(),
             )
+            model = wing.model(segment.done.updates, states, by_stage(outcomes, "kernels"))
+            found = verdict_of(run, model)
         except Exception:  # the run is complete, and must not be lost
             found = Check.not_made(format_exc())
         return replace(found, seconds=time.perf_counter() - began)
 
-    def _kept_of_batch(self, table: Schedule, outcomes: Sequence[Outcome]) -> tuple[float, float]:
-        """Bytes that forwards of an undivided batch keep in float64: of all stages, of the largest.
-
-        By what an action of the run has taken at most.
-        """
+    def _kept_of_batch(self, table: Schedule, outcomes: Sequence[Outcome]) -> float:
+        """Bytes that forwards of an undivided batch keep in float64, by what the run's have."""
         size, count = self.wing.size()
         wider = 4.0 if self.options.autocast else 8 * count / max(size, 1)
+        of_row = {
+            o.row: max(map(operator.sub, o.record.most, [0, *o.record.held]), default=0)
+            for o in outcomes
+        }
         pieces = table.microbatches * self.options.replicas
-        of_stage = {}
-        for outcome in outcomes:
-            record = outcome.record
-            grown = (
-                most - held for most, held in zip(record.most, [0, *record.held], strict=False)
-            )
-            of_stage[outcome.row] = wider * pieces * max(grown, default=0)
-        return sum(of_stage[d] for d in table.placement), max(of_stage.values(), default=0.0)
+        return wider * pieces * sum(of_row[d] for d in table.placement)
 
     # ---- orders
 

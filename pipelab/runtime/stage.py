@@ -57,6 +57,11 @@ class Device:
         """A mark of this moment in the device's work."""
         return time.perf_counter()
 
+    @property
+    def kernels(self) -> tuple[int, str]:
+        """What numbers may depend on: how many threads compute, and the model of the device."""
+        return 1, str(self.device)
+
     def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """Start work that overlaps with what follows; returns a function that waits for its result.
 
@@ -233,6 +238,7 @@ class CountingStage(Stage):
         self.measured: dict[int, tuple[dict[str, Any], Any]] = {}
         self.unsplit: dict[str, str] = {}
         self.stepped: Any = None  # gradients of an update that `steps` does not have yet
+        self.norm = np.nan  # of the latest update, before clipping
         self.counts: dict[int, float] = {}  # update -> what its losses counted, in its unit
         # How many backwards are still to come, of each update and of each weight version.
         self._left: Counter[int] = Counter()
@@ -343,8 +349,9 @@ class CountingStage(Stage):
         if self.options.clip is None:
             return count
         # Gradients are sums; the norm is of their mean.
-        norm = square() ** 0.5 / count
-        return count / float(np.minimum(1.0, self.options.clip / (norm + 1e-6)))  # nan stays nan
+        self.norm = square() ** 0.5 / count
+        # nan stays nan
+        return count / float(np.minimum(1.0, self.options.clip / (self.norm + 1e-6)))
 
     def measure(self, microbatch: int, output: Any, target: Any) -> None:
         """Record the metrics of an evaluated micro-batch, and its output if asked for."""
@@ -395,7 +402,8 @@ class CountingStage(Stage):
     def snapshot(self) -> None:
         if self.stepped is not None:
             on_host = self.on_host
-            self.steps.append(Step(on_host(self.stepped), on_host(self.weights[self.latest])))
+            weights = on_host(self.weights[self.latest])
+            self.steps.append(Step(on_host(self.stepped), weights, self.norm))
             self.stepped = None
 
     def on_host(self, weights: Any) -> dict[str, Any]:

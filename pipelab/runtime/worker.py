@@ -183,6 +183,7 @@ class Worker:
         if order.report:
             outcome.record = record
             outcome.steps = {s: stage.steps for s, stage in stages.items()}
+            outcome.kernels = dict.fromkeys(stages, self.device.kernels)
             if order.training:
                 outcome.weights = {s: stage.trained() for s, stage in stages.items()}
             outcome.unsplit = {s: stage.unsplit for s, stage in stages.items() if stage.unsplit}

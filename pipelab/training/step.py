@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.verdict.check import Check
 
 
 class Result(NamedTuple):
@@ -21,7 +21,7 @@ class TrainedBatch:
     """A batch that training has begun with. Whoever reads its results waits until they are known.
 
     number   of batches up to and including it, from the beginning of the training; never waits
-    check    the verdict against the reference, with its seconds, or None if it is not checked;
+    check    whether it equals one device's training, with its seconds, or None if not asked;
              never waits
     known    whether all of the following is known, so that reading it does not wait
     loss     the mean over the whole batch; `counted`: over how many samples, or tokens if the loss

@@ -41,7 +41,7 @@ class Trainer(AbstractContextManager):
     schedule   of one batch, as `make` builds it. Without a flush the pipeline is not emptied
                between batches: weights are bit for bit those of `run` on a long table. A schedule
                of your own needs enough batches to show how it repeats
-    check      compare every loss, gradient and weight of a batch with a reference in float64:
+    check      compare every loss, gradient and weight of a batch with the same on one device:
                "first" of this call; or a number n, for that one and every n-th; True: all; False:
                none. The pipeline is emptied around a checked batch, which does not change its
                weights. A failed verdict is a warning
@@ -76,7 +76,6 @@ class Trainer(AbstractContextManager):
         finite: bool = True,
         check: bool | int | str = "first",
         reference: str = "batches",
-        tolerance: float | None = None,
         resume: str | Path | None = None,
         timeout: float = 60.0,
     ) -> None:
@@ -96,7 +95,6 @@ class Trainer(AbstractContextManager):
             finite=finite,
             check=bool(check),
             reference=reference,
-            tolerance=tolerance,
             resume=resume,
             timeout=timeout,
             endless=True,

@@ -413,7 +413,7 @@ def test_run_json(capsys, line):
     status, out, err = call(capsys, f"run {line} --devices 2 --microbatches 3 --json")
     assert (status, err) == (0, "")
     result = json.loads(out)
-    assert " ".join(result["check"]) == "passed max_abs max_rel tolerance rule ratio worst unjudged"
+    assert " ".join(result["check"]) == "passed how rule ratio limit worst reasons unjudged"
     assert result["check"]["passed"] is True
     assert len(result["losses"]) == result["batches"]
     assert set(KEYS) <= set(result["measured"])

@@ -101,7 +101,7 @@ def test_every_schedule_equals_the_reference_and_torch(rule, recompute):
     schedule = size_of(rule, 3, 4)
     ours = train(schedule, data=batches(2, 10), optimizer=optax.adam(1e-2), recompute=recompute)
     assert ours.check.passed
-    assert ours.check.max_rel < 1e-10
+    assert ours.check.ratio < 3
     theirs = run(
         schedule,
         torch_stages(schedule.stages),
@@ -118,42 +118,12 @@ def test_every_schedule_equals_the_reference_and_torch(rule, recompute):
     assert all(t.start[i] >= t.end[source] for i, source in pairs)
 
 
-@pytest.fixture(params=["on the host", "on the device"])
-def compared(request, monkeypatch):
-    """Where the check compares: by numpy as beside a CPU, or as on a GPU, which the CPU is for."""
-    if request.param == "on the device":
-        monkeypatch.setattr("pipelab.jax.arithmetic.HOSTS", set())
-
-
 @pytest.mark.parametrize("rule", [("gpipe", None), ("pipedream", None)], ids=str)
-def test_clipping(rule, compared):
+def test_clipping(rule):
     schedule = size_of(rule, 3, 4)
     result = train(schedule, clip=1e-2)
     assert result.check.passed
     assert train(schedule).losses != result.losses
-
-
-@pytest.mark.parametrize("share", [1.5, 0.5])
-def test_a_batch_without_room_is_computed_stage_after_stage_or_in_micro_batches(share, monkeypatch):
-    from pipelab.jax.wing import JaxWing
-    from pipelab.runtime.session import Session
-
-    sizes, again = [], []
-    original, checkpoint = Session._kept_of_batch, jax.checkpoint
-
-    def kept(self, *given):
-        sizes.append(original(self, *given))
-        return sizes[-1]
-
-    monkeypatch.setattr(Session, "_kept_of_batch", kept)
-    monkeypatch.setattr(jax, "checkpoint", lambda f: again.append(f) or checkpoint(f))
-    assert train(size_of(("gpipe", None), 3, 4)).check.passed and not again
-    [(whole, largest)] = sizes
-    assert whole > 1.5 * largest > 0
-    monkeypatch.setattr(JaxWing, "free", lambda self: self.needed(0) + share * largest)
-    found = train(size_of(("gpipe", None), 3, 4)).check
-    assert found.passed and bool(again) is (share > 1)
-    assert ("in micro-batches only" in str(found)) is (share < 1)
 
 
 def test_split_backwards():
@@ -199,7 +169,7 @@ def test_trees_integers_and_counts_between_stages():
 
 
 @pytest.mark.parametrize("least", [0, 1], ids=["nan", "zero"])
-def test_a_batch_whose_loss_counts_nothing_is_a_step(least, compared):
+def test_a_batch_whose_loss_counts_nothing_is_a_step(least):
     # Was: a reference that failed (KeyError), so that nothing was checked.
     def masked(y, target):
         t, keep = target
@@ -264,7 +234,7 @@ def test_a_loss_that_is_no_mean_fails_though_dropout_needs_micro_batches():
     for loss, right in ((mse, True), (lambda y, target: ((y - target) ** 2).sum(), False)):
         check = run(*given, loss, optax.sgd(0.01), backend="jax", seed=1).check
         assert check.passed == right, check
-        assert right or "is the loss a mean over its samples?" in str(check)
+        assert right or "The loss is not a mean over the samples." in str(check)
 
 
 def test_nnx_modules_are_left_alone():
@@ -355,7 +325,7 @@ def test_what_goes_wrong_is_named():
             train(make("gpipe", 2, 2), **change)
 
 
-def test_a_wrong_gradient_fails_the_check(monkeypatch, compared):
+def test_a_wrong_gradient_fails_the_check(monkeypatch):
     finish = JaxStage.finish
     monkeypatch.setattr(
         JaxStage, "finish", lambda self, k, count: finish(self, k, count if k else 0.0)

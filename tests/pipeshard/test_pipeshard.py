@@ -422,7 +422,7 @@ def test_kinks_that_rounding_decides_are_told_from_errors():
     params, batch = arrays((6,), (6,)), data(24)
     batch["z"] = batch["x"] * params[0]
     check = parallelize(step, Pipeshard(3, devices=jax.devices()[:2])).compare(start(params), batch)
-    assert check.passed and "undivided" in check.rule and check.precision == "float64"
+    assert check.passed and "undivided" in check.rule
     wrong, start = step_of(
         lambda p, b: jnp.mean(forward(p, b["x"])) * jnp.where(len(b["x"]) > 20, 1.0, 3.0)
     )
@@ -438,7 +438,7 @@ def test_the_tolerance_is_of_the_lowest_precision_in_the_loss():
 
     step, start = step_of(loss)
     check = parallelize(step, Pipeshard(4)).compare(start(arrays((6, 5), (5, 3))), data(32))
-    assert check.passed and check.max_rel > 1e-5  # float16's, not float32's
+    assert check.passed and check.ratio < 3, check  # in units of float16's, not float32's
 
 
 def test_the_update_knows_the_whole_batch():

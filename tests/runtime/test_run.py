@@ -84,7 +84,7 @@ def test_every_gradient_equals_the_reference(name, optimizer, recompute):
         schedule, stages(schedule.stages), batches(2), F.mse_loss, optimizer, recompute=recompute
     )
     assert result.check.passed
-    assert result.check.max_rel < 1e-12
+    assert result.check.ratio == 0
     assert len(result.losses) == 2
     assert len(result.microbatch_losses) == 8
     assert result.losses == pytest.approx(np.reshape(result.microbatch_losses, (2, 4)).mean(1))
@@ -109,7 +109,7 @@ def test_float32_stays_within_its_tolerance():
         partial(torch.optim.Adam, lr=1e-2),
     )
     assert result.check.ratio < 1.5
-    assert result.check.max_rel < 1e-5
+    assert result.check.ratio == 0
 
 
 def test_all_flush_schedules_train_the_same_weights_and_leave_the_stages_alone():
@@ -198,7 +198,7 @@ def test_split_backwards_in_a_table_of_ones_own():
         2F0 2B0 2F1 2I1 2W1"""
     result = run(Schedule.from_grid(grid), stages(3), batches(1), F.mse_loss, SGD)
     assert result.check.passed
-    assert result.check.max_rel < 1e-12
+    assert result.check.ratio == 0
 
 
 # ---- what is measured
@@ -315,7 +315,9 @@ def test_a_paced_run_shows_the_predicted_times(overhead):
 
 def test_the_verdict_is_shown_in_words():
     result = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD)
-    assert "Check passed: every loss, gradient and weight equals the reference" in repr(result)
+    assert "Check passed: equal to one device's training to the last bit (1 update, " in repr(
+        result
+    )
     assert "e-" not in repr(result)
     unchecked = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, check=False)
     assert unchecked.check is None
@@ -784,7 +786,7 @@ def test_asynchronous_schedules_follow_their_papers_rule(rule, optimizer, clip, 
     options = {"clip": clip, "recompute": recompute}
     result = run(schedule, stages(4), data, F.mse_loss, optimizer, **options)
     assert result.check.passed, result.check
-    assert result.check.max_rel < 1e-12
+    assert result.check.ratio == 0
     assert result.check.rule.lower().replace("weight ", "").startswith(rule)
     assert result.weight_versions == schedule.weight_versions
 
@@ -967,7 +969,7 @@ def test_a_check_without_room_is_told_of_before_it_starts(gib, said, monkeypatch
     weights = sum(p.numel() for stage in stages(2) for p in stage.parameters())
     single = stages(2, dtype=torch.float32)
     ours = wing.TorchWing(given[0], single, Options(loss=F.mse_loss, optimizer=SGD))
-    assert ours.needed(2) == 44 * weights
+    assert ours.needed(2) == 32 * weights
 
 
 def test_a_containers_limit_is_what_is_free(tmp_path, monkeypatch):
@@ -985,39 +987,27 @@ def test_a_containers_limit_is_what_is_free(tmp_path, monkeypatch):
     assert own.free() > 2000
 
 
-def test_a_batch_without_room_is_computed_stage_after_stage_or_in_micro_batches(monkeypatch):
-    from pipelab.runtime.torch import arithmetic, wing
+def test_a_batch_without_room_is_not_asked_undivided(monkeypatch):
+    from pipelab.runtime.torch import wing
 
-    again, free = [], [float("inf")]
-    original = arithmetic.checkpoint
-
-    def checkpoint(*given, **options):
-        again.append(len(given[1]))
-        return original(*given, **options)
-
-    monkeypatch.setattr(arithmetic, "checkpoint", checkpoint)
+    free = [float("inf")]
     monkeypatch.setattr(wing.TorchWing, "free", lambda self: free[0])
     wide = stages(3, width=16, dtype=torch.float32)
     data = batches(2, samples=64, width=16, dtype=torch.float32)
 
     def checked(loss=F.mse_loss):
-        again.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return run(make("gpipe", 3, 4, batches=2), wide, data, loss, SGD).check
 
+    def coupled(y, target):
+        return F.mse_loss(y, target) + y.mean(0).square().sum()
+
+    assert checked().passed and not checked().unjudged and not checked(coupled).passed
+    free[0] = 4 * 64 * 16 * 8
     found = checked()
-    assert found.passed and not again
-    weights = sum(p.nbytes for stage in wide for p in stage.parameters())
-    # In float64 the last stage keeps its input, what tanh gives, its output and the targets.
-    largest = 4 * 64 * 16 * 8
-    for room, passes in ((1.5 * largest, True), (largest / 2, False)):
-        free[0] = 7 * weights + room
-        found = checked()
-        assert found.passed and (64 in again) is passes  # samples
-        assert ("in micro-batches only" in str(found)) is not passes
-        coupled = checked(lambda x, y: F.mse_loss(x, y) + x.mean(0).square().sum())
-        assert coupled.passed is not passes
+    assert found.passed and "does not fit" in found.unjudged[0]
+    assert not checked(coupled).passed  # its outputs are asked together
 
 
 def test_a_device_may_be_torchs_own():
@@ -1032,31 +1022,20 @@ def test_what_this_machine_has_free_is_known():
     assert 2**20 < wing.TorchWing(*given).free() < 2**50
 
 
-def test_weights_are_compared_too():
-    from pipelab.runtime.verdict import trial
+def test_weights_are_compared_too(monkeypatch):
+    from pipelab.runtime.verdict import verdict
 
-    found, agreed = Counter(), []
-    original = pipelab.runtime.verdict.certificate.Comparison.add
+    found, original = Counter(), verdict._Pass._add
 
     def add(self, name, *arrays, **options):
         found[name.split()[1] if name.startswith("the ") else name.split()[0]] += 1
         return original(self, name, *arrays, **options)
 
-    def noted(name, function, *arguments):
-        agreed.append(name)
-        return function(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelab.runtime.verdict.certificate.Comparison, "add", add)
-        for name in ("agree", "equal"):
-            patch.setattr(trial, name, partial(noted, name, getattr(trial, name)))
-        run(make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD)
-    # Losses of two batches; eight tensors in the first update; and one loss of our own twice. Of
-    # the first batch in micro-batches our own gradient is near the undivided one: no truth is.
-    assert found == {"loss": 2, "a": 1, "gradient": 8, "weight": 8, "trained": 8}
-    # In the second update gradients are our own to the last digit, and in both, steps to the last
-    # bit.
-    assert [agreed.count(name) for name in ("agree", "equal")] == [8, 2 * 8]
+    monkeypatch.setattr(verdict._Pass, "_add", add)
+    check = run(make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD).check
+    # Four losses of micro-batches and two of batches; eight tensors in each of two updates.
+    assert found == {"loss": 6, "gradient": 16, "weight": 16, "trained": 8}
+    assert check.tensors == 46
 
 
 def test_the_mlp_splits_and_runs():
@@ -1147,4 +1126,4 @@ def test_a_run_enters_few_modules():
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    assert len(found) <= 34, sorted(found)
+    assert len(found) <= 41, sorted(found)

@@ -55,7 +55,7 @@ def test_tied_weights_have_one_gradient(name, clip, backend):
     modules = tied(schedule.stages)
     result = run(schedule, modules, batches(2), F.mse_loss, ADAMW, clip=clip, backend=backend)
     assert result.check.passed
-    assert result.check.max_rel < 1e-11
+    assert result.check.ratio == 0
     assert torch.equal(result.weights[0]["0.weight"], result.weights[-1]["2.weight"])
     plain = nn.Sequential(*copy.deepcopy(nn.ModuleList(modules)))
     step = ADAMW(plain.parameters())
@@ -168,7 +168,7 @@ def test_dropout_is_the_same_again_and_in_the_reference(rule, recompute):
     schedule = make(rule[0], 3, 3, batches=2, reads=rule[1])
     result = run(schedule, dropping(), batches(2, 9), F.mse_loss, SGD, recompute=recompute, seed=1)
     assert result.check.passed
-    assert result.check.max_rel < 1e-11
+    assert result.check.ratio == 0
 
 
 def test_dropout_drawn_anew_by_recomputation_fails_the_check(monkeypatch):
@@ -295,7 +295,7 @@ def test_batch_norm_is_over_micro_batches():
     modules = [nn.Sequential(stage, nn.BatchNorm1d(6, dtype=torch.float64)) for stage in stages(2)]
     result = run(make("gpipe", 2, 2, batches=2), modules, batches(2), F.mse_loss, SGD)
     assert result.check.passed
-    assert result.check.max_rel < 1e-11
+    assert result.check.ratio == 0
     whole = run(make("gpipe", 2, 1, batches=2), modules, batches(2), F.mse_loss, SGD)
     assert whole.losses != pytest.approx(result.losses, rel=1e-3)  # another model
     assert result.weights[0]["1.num_batches_tracked"] == 4
@@ -322,8 +322,8 @@ def test_autocast_to_bfloat16(backend):
         recompute=Recompute.ALWAYS,
     )
     assert result.check.passed
-    assert result.check.ratio < 1.5
-    assert set(seen) == {torch.bfloat16, torch.float64}  # the latter of the reference
+    assert not result.check.ratio
+    assert set(seen) == {torch.bfloat16, torch.float32}  # the latter of the undivided batch
     assert result.weights[0]["0.weight"].dtype == torch.float32
     plain = run(schedule, modules, data, F.mse_loss, ADAMW)
     assert result.losses == pytest.approx(plain.losses, rel=3e-2)
@@ -368,7 +368,7 @@ def test_replicas_on_processes_with_tied_weights_dropout_and_clipping():
     )
     result = run(*arguments, replicas=2, clip=1e-2, backend="processes")
     assert result.check.passed
-    assert result.check.max_rel < 1e-9
+    assert result.check.ratio == 0
     threads = run(*arguments, replicas=2, clip=1e-2)
     assert threads.check.passed
     assert result.losses == pytest.approx(threads.losses, rel=1e-12)

@@ -160,7 +160,7 @@ def shown(run):
         "losses": run.losses,
         "passed": run.check.passed,
         "rule": run.check.rule,
-        "max_rel": run.check.max_rel,
+        "ratio": run.check.ratio,
         "weights": [len(jax.tree.leaves(w)) for w in run.weights],
         "makespan": t.makespan,
         "late": min(late),

@@ -1,5 +1,6 @@
 """A device that runs torch stages, here the CPU: its clock, payloads, contexts of its actions."""
 
+import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -66,6 +67,10 @@ class CpuDevice(Device):
         """A copy of the caller's data on this device."""
         with self._beside(tensor):
             return tensor.to(self.device, copy=True)
+
+    @property
+    def kernels(self) -> tuple[int, str]:
+        return torch.get_num_threads(), kind_of_device(self.device)
 
     def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """In a second thread."""
@@ -142,6 +147,13 @@ class CpuDevice(Device):
     def backward_context(self, draws: bool) -> AbstractContextManager:
         """The context of a backward: torch.utils.checkpoint draws in it what its forward drew."""
         return DRAWING if draws else HERE
+
+
+def kind_of_device(device: torch.device) -> str:
+    """The model of a device: other models' kernels round otherwise."""
+    if device.type == "cpu":
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return torch.cuda.get_device_name(device)
 
 
 # ---- random numbers

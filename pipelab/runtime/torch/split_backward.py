@@ -168,7 +168,7 @@ class Halves:
                 self.outputs, wanted, self.gradients, retain_graph=True, allow_unused=True
             )
         )
-        of_inputs: list[Tensor | None] = [next(found) for _ in self.inputs]
+        of_inputs = [_laid_out(next(found), leaf) for leaf in self.inputs]
         for weight in together:
             gradient = next(found)
             if gradient is not None:  # not in place, as others may hold what it was
@@ -202,6 +202,15 @@ class Halves:
             yield from (gradient for _, gradient in group.starts)
         if self._groups:
             yield from self.inputs
+
+
+def _laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """The gradient in memory as a full backward leaves it, or other kernels would take it on."""
+    if gradient is None or gradient.layout is not torch.strided:
+        return gradient
+    like = torch.empty_like(leaf)
+    same = gradient.stride() == like.stride()
+    return gradient if same else like.copy_(gradient)
 
 
 def _operations(outputs: Sequence[GradientEdge]) -> tuple[Above, list[Any]]:

@@ -26,13 +26,13 @@ from pipelab.runtime.session import Wing
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.alike import check_alike, check_memory, check_slices, shared_buffers
-from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.cuda import torch_device
-from pipelab.runtime.torch.device import CpuDevice, check_modes
+from pipelab.runtime.torch.device import CpuDevice, check_modes, kind_of_device
 from pipelab.runtime.torch.names import device_names, find_device, find_part, names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.reach import check_registered
+from pipelab.runtime.torch.replay import TorchModel
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState, copies_of
 from pipelab.runtime.worker import Job
@@ -250,16 +250,24 @@ class TorchWing(Wing):
         on_gpu = (name for name in self.devices if name.startswith("cuda"))
         return find_device(next(on_gpu, self.devices[0]))
 
-    def arithmetic(self, wide: bool, first: int, start: Sequence[StageState]) -> TorchArithmetic:
-        table = self.schedule
-        return TorchArithmetic(
-            self.stages[: table.model_stages],
+    def model(
+        self, first: int, start: Sequence[StageState], kernels: Mapping[int, tuple[int, str]]
+    ) -> TorchModel:
+        table, device = self.schedule, self._judges_on
+        n = table.model_stages
+        return TorchModel(
+            self.stages[:n],
             self.options,
-            self._judges_on,
-            wide=wide,
-            first=first,
+            device,
+            ties=self.ties,
             start=start,
-            replicas=self.options.replicas * table.copies,
+            first=first,
+            lanes=self.options.replicas * table.copies,
+            threads=[kernels[s][0] for s in range(n)],
+            repeats={kind for _, kind in kernels.values()} == {kind_of_device(device)},
+            sliced=bool(table.slices),
+            draws=self.draws,
+            depends_on_cut=self.depends_on_cut(),
         )
 
     def size(self) -> tuple[int, int]:

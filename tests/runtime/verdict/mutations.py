@@ -26,13 +26,12 @@ from pipelab import Recompute, Schedule, make, run
 from pipelab.jax import arguments as jax_arguments
 from pipelab.jax import stage as jax_stage
 from pipelab.jax import wing as jax_wing
-from pipelab.jax.arithmetic import JaxArithmetic as JaxArithmetic
 from pipelab.jax.stage import JaxStage
 from pipelab.jax.wing import JaxJob
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.torch.wing import TorchJob
 from pipelab.runtime.transport import Transport
-from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.verdict.check import Check
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
 
@@ -790,26 +789,6 @@ def compiled_once() -> Iterator[None]:
     """
     known: dict[Any, Any] = {}
 
-    def share(patch: pytest.MonkeyPatch, made: type, names: Sequence[str], key: Callable) -> None:
-        make_one = made.__init__
-
-        def init(self: Any, *arguments: Any, **options: Any) -> None:
-            make_one(self, *arguments, **options)
-            first = known.setdefault((made, *key(self)), self)
-            for name in names:
-                setattr(self, name, getattr(first, name))
-
-        patch.setattr(made, "__init__", init)
-
-    def of_arithmetic(made: JaxArithmetic) -> tuple:
-        return (
-            made.applies,
-            made.options.loss,
-            made.options.optimizer,
-            _shapes(made.history),
-            made.wide,
-        )
-
     def check_optimizer(optimizer: Any, parts: Sequence[Any]) -> None:
         key = optimizer, _shapes([parameters for _, parameters in parts])
         if key not in known:
@@ -819,7 +798,6 @@ def compiled_once() -> Iterator[None]:
         patch.setattr(jax_wing, "check_optimizer", check_optimizer)
         for name in ("Function", "step_of"):
             patch.setattr(jax_stage, name, cache(getattr(jax_stage, name)))
-        share(patch, JaxArithmetic, ("_value", "_differentiate", "_step"), of_arithmetic)
         yield
 
 

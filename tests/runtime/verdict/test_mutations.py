@@ -5,9 +5,11 @@ The matrix, kind x precision x wing x optimizer x schedule, is printed with `pyt
 
 import ast
 import inspect
+import threading
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +20,9 @@ from torch.nn import functional as F
 import tests.runtime.verdict.mutations as m
 from pipelab import Reads, make, run
 from pipelab.models import mlp, split
+from pipelab.runtime import verdict as check
 from pipelab.runtime import worker
-from pipelab.runtime.verdict import certificate as check
-from pipelab.runtime.verdict import judge, reference, trial
-from pipelab.runtime.verdict.certificate import Comparison
+from pipelab.runtime.verdict.compare import far, ratio
 from tests.conftest import thorough
 from tests.runtime.test_run import SGD, batches, stages
 from tests.runtime.verdict.mutations import EPS, Case, always, compiled_once, verdict
@@ -226,9 +227,7 @@ def test_deep_models_hide_no_stage(layers, precision):
     case = Case("torch", precision, "adam", make("gpipe", 4, 4), "relu", layers // 4, broken=(0, 1))
     assert verdict(case).passed
     for mutation in (m.gradient_zero, m.gradient_random, m.no_update):
-        broken = verdict(case, mutation)
-        hidden = {name.split()[3] for name in broken.unjudged if "gradient of" in name}
-        assert not broken.passed or (precision == "bfloat16" and hidden), (mutation, broken)
+        assert not verdict(case, mutation).passed, mutation
 
 
 @pytest.mark.parametrize(
@@ -273,11 +272,10 @@ def test_no_constant_changes_a_verdict(wing, what, factor):
 
 @pytest.mark.parametrize("wing", ["torch", "jax"])
 def test_gradients_near_the_smallest_number(wing):
-    """1e-38 in float32: rounding is coarse there, and Adam's steps do not show in the weights."""
+    """1e-38 in float32: rounding is coarse there."""
     case = Case(wing, "float32", "adam", scaled=("layer", 1e-6))
     assert verdict(case).passed
-    still = verdict(case, m.no_update)
-    assert not still.passed or any("weight" in name for name in still.unjudged)
+    assert not verdict(case, m.gradient_random).passed
 
 
 def test_a_relu_switched_in_a_right_run():
@@ -322,8 +320,7 @@ def test_right_runs_of_any_optimizer_pass(optimizer, dtype):
         result = run(
             schedule, stages(3, dtype=dtype), data, F.mse_loss, partial(optimizer, lr=1e-2)
         )
-        assert result.check.passed, result.check
-        assert result.check.ratio < 2.5
+        assert result.check.passed and not result.check.ratio, result.check
 
 
 def test_a_relu_that_rounding_switches_is_no_error():
@@ -338,38 +335,17 @@ def test_a_relu_that_rounding_switches_is_no_error():
         assert result.check.passed, result.check
 
 
-def test_what_is_rounding_alone_is_named():
-    """softmax does not see what is added to all: the gradient of that is zero in theory."""
-
-    class Shift(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.by = nn.Parameter(torch.randn(1))
-
-        def forward(self, x):
-            return (x + self.by).softmax(-1)
-
-    shifted = nn.Sequential(nn.Linear(8, 8), Shift())
-    data = [(torch.randn(16, 8), torch.randn(16, 8))]
-    found = run(make("gpipe", 1, 4), [shifted], data, F.mse_loss, SGD).check
-    assert found.passed
-    assert any("1.by" in name for name in found.unjudged)
-    assert "Not judged (no larger than rounding)" in str(found)
-
-
-@pytest.mark.parametrize("check", [True, "quick"])
-def test_a_loss_that_depends_on_how_the_batch_is_cut_fails(check):
+def test_a_loss_that_depends_on_how_the_batch_is_cut_fails():
     def loss(y, target):
         return F.mse_loss(y, target, reduction="sum")
 
     arguments = make("gpipe", 2, 4), stages(2, dtype=torch.float32), batches(1, dtype=torch.float32)
-    assert run(*arguments, F.mse_loss, SGD, check=check).check.passed
-    found = run(*arguments, loss, SGD, check=check).check
-    assert not found.passed and "is the loss a mean over its samples?" in found.worst
+    assert run(*arguments, F.mse_loss, SGD).check.passed
+    found = run(*arguments, loss, SGD).check
+    assert not found.passed and "not a mean over the samples" in str(found)
 
 
-@pytest.mark.parametrize("check", [True, "quick"])
-def test_a_layer_that_always_computes_in_bfloat16_passes(check):
+def test_a_layer_that_always_computes_in_bfloat16_passes():
     """Its gradient in one piece and in several differ by its rounding, in float64 as well."""
 
     class Low(nn.Linear):
@@ -379,26 +355,12 @@ def test_a_layer_that_always_computes_in_bfloat16_passes(check):
 
     modules = [Low(8, 8), nn.Linear(8, 8)]
     data = [(torch.randn(30, 8), torch.randn(30, 8))]
-    found = run(make("gpipe", 2, 4), modules, data, F.mse_loss, SGD, check=check).check
+    found = run(make("gpipe", 2, 4), modules, data, F.mse_loss, SGD).check
     assert found.passed, found
 
 
-def test_many_microbatches_in_low_precision_pass_a_quick_check():
-    """Added up one by one in bfloat16, they are far from the undivided batch, and rightly so."""
-    modules = [nn.Linear(4, 4).bfloat16() for _ in range(2)]
-    x, y = torch.rand(200, 4).bfloat16() + 1, -torch.ones(200, 4).bfloat16()
-    run_of = make("gpipe", 2, 100), modules, [(x, y)], F.mse_loss, SGD
-    found = run(*run_of, check="quick").check
-    assert found.passed and found.precision == "bfloat16", found
-
-
-def test_a_quick_check_and_one_of_a_single_precision_say_so():
-    arguments = make("gpipe", 2, 2), stages(2, dtype=torch.float32)
+def test_layers_that_compute_in_float32_alone():
     data = batches(1, dtype=torch.float32)
-    quick = run(*arguments, data, F.mse_loss, SGD, check="quick").check
-    assert quick.passed
-    assert quick.precision == "float32"
-    assert "reference in float32" in str(quick)
 
     class Single(nn.Module):
         def __init__(self):
@@ -414,30 +376,106 @@ def test_a_quick_check_and_one_of_a_single_precision_say_so():
             return super().forward(x)
 
     for modules in ([Single(), Single()], [Asserting(6, 6), Asserting(6, 6)]):
-        single = run(make("gpipe", 2, 2), modules, data, F.mse_loss, SGD).check
-        assert single.passed
-        assert single.precision == "float32"
+        found = run(make("gpipe", 2, 2), modules, data, F.mse_loss, SGD).check
+        assert found.passed, found
 
 
 def test_the_small_model_of_the_readme_many_times():
-    ratios = []
     for seed in range(25):
         torch.manual_seed(seed)
         modules = split(mlp(layers=8), [2, 2, 2, 2])
         data = [(torch.randn(32, 64), torch.randn(32, 64))]
         found = run(make("pipedream_flush", 4, 8), modules, data, F.mse_loss, torch.optim.Adam)
-        assert found.check.passed, found.check
-        ratios.append(found.check.ratio)
-    assert np.median(ratios) < 1.2
+        assert found.check.passed and not found.check.ratio, found.check
+
+
+# ---- small errors in a model that people train
+
+
+class Wrong(torch.autograd.Function):
+    """A weight, whose gradient a worker changes: `change(gradient, its calls so far)`."""
+
+    @staticmethod
+    def forward(ctx, weight, change, calls):
+        ctx.change, ctx.calls = change, calls
+        ctx.worker = threading.current_thread().name.startswith("pipelab device")
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if not ctx.worker:
+            return gradient, None, None
+        ctx.calls.append(gradient)
+        return ctx.change(gradient, ctx.calls), None, None
+
+
+class WrongLinear(nn.Linear):
+    def __init__(self, width, change):
+        super().__init__(width, width)
+        self.change, self.calls = change, []
+
+    def forward(self, x):
+        return F.linear(x, Wrong.apply(self.weight, self.change, self.calls), self.bias)
+
+
+def element(factor):
+    """Multiplies the largest element."""
+
+    def change(gradient, calls):
+        changed = gradient.clone()
+        changed.view(-1)[gradient.abs().argmax()] *= factor
+        return changed
+
+    return change
+
+
+def column_lost(gradient, calls):
+    return gradient * (torch.arange(gradient.shape[1]) > 0)
+
+
+SMALL = {
+    "right": lambda gradient, calls: gradient,
+    "times 1.01": lambda gradient, calls: gradient * 1.01,
+    "times 1.1": lambda gradient, calls: gradient * 1.1,
+    "an element times 1.1": element(1.1),
+    "an element times 1.3": element(1.3),
+    "the sign of an element": element(-1.0),
+    "a column lost": column_lost,
+    "one micro-batch lost": lambda gradient, calls: gradient * (len(calls) != 5),
+    "the last micro-batch twice": lambda gradient, calls: gradient * (1 + (len(calls) == 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", SMALL)
+def test_small_errors_of_a_deep_model_in_bfloat16(kind, dtype):
+    """In bfloat16 noise would hide all of these from a comparison with float64."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(7)]
+    layers.insert(3, nn.Sequential(WrongLinear(48, SMALL[kind]), nn.GELU()))
+    modules = split([layer.to(dtype) for layer in layers], [2] * 4)
+    data = [tuple(torch.randn(2, 32, 48).to(dtype))]
+    arguments = make("pipedream_flush", 4, 16), modules, data, F.mse_loss, torch.optim.AdamW
+    found = run(*arguments).check
+    if kind == "right":
+        assert found.passed and not found.ratio, found
+    else:
+        assert not found.passed and found.worst == "the gradient of 3.0.weight in update 0", found
 
 
 # ---- the comparison itself
 
 
-def test_nan_never_equals():
-    found = Comparison()
-    found.add("x", np.array([np.nan]), np.array([np.nan]), 1e9)
-    assert not found.verdict("").passed
+def test_the_order_of_sums_explains_their_rounding_and_no_more():
+    random = np.random.default_rng(0)
+    for seed in range(100):
+        terms = random.normal(size=(64, 50)).astype(np.float32) * 10.0 ** random.integers(-6, 7)
+        forwards = np.add.accumulate(terms)[-1]
+        other = np.add.accumulate(terms[random.permutation(64)])[-1]
+        size = np.abs(terms.astype(float)).sum(0)
+        assert ratio(other, forwards, size, 2.0**-23, terms=64) < 3, seed
+        other[seed % 50] += 1e-5 * size[seed % 50]
+        assert ratio(other, forwards, size, 2.0**-23, terms=64) > 3, seed
 
 
 @pytest.mark.parametrize(
@@ -448,24 +486,30 @@ def test_nan_never_equals():
         (np.ones(1), np.array([np.inf])),
         (np.array([-np.inf]), np.array([np.inf])),
         (np.array([np.nan]), np.array([1.0])),
-        (np.array([2**60 + 1]), np.array([2**60])),
-        (np.array([True]), np.array([False])),
         (np.array([1 + 5j]), np.array([1 + 0j])),
     ],
 )
 def test_what_is_not_equal(got, expected):
-    found = Comparison()
-    found.add("x", got, expected, 0.1)
-    assert not found.verdict("").passed
+    assert ratio(got, expected, np.abs(expected), 1e-3) > 3
+    assert far(got, expected, expected, 1e-3) > 3
 
 
-def test_the_reference_shares_nothing_with_the_worker():
+def test_nan_equals_nan_and_infinities_themselves():
+    for value in (np.nan, np.inf, -np.inf):
+        array = np.array([value, 1.0])
+        assert ratio(array, array, np.abs(array), 1e-7) == 0 == far(array, array, array, 1e-7)
+
+
+def test_the_replay_shares_nothing_with_the_worker():
+    folder = Path(check.__file__).parent
+    replays = folder.parent / "torch/replay.py", folder.parent.parent / "jax/replay.py"
     imported = {
         node.module or ""
-        for module in (check, reference, judge, trial)
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        for path in [*folder.glob("*.py"), *replays]
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom)
     }
-    for forbidden in ("worker", "transport", "threads", "job"):
+    for forbidden in ("worker", "transport", "threads", "stage", "torch.stage", "torch.weights"):
         assert f"pipelab.runtime.{forbidden}" not in imported
+    assert "pipelab.jax.stage" not in imported
     assert "check" not in inspect.getsource(worker).split('"""')[2]

@@ -1,4 +1,4 @@
-"""What the certificate has to see, and what it must not mistake for an error, case by case."""
+"""What the check has to see, and what it must not mistake for an error, case by case."""
 
 import threading
 from functools import partial
@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from pipelab import Recompute, RunError, evaluate, make, run
 from pipelab.runtime.torch.stage import TorchStage
-from pipelab.runtime.verdict.certificate import Comparison
 from tests.runtime.test_run import batches, stages
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 GPIPE = make("gpipe", 2, 4, batches=2)
 WIDTH = 6
+NOT_A_MEAN = "The loss is not a mean over the samples."
 
 
 def data(count=2, samples=8, width=WIDTH, dtype=torch.float32):
@@ -68,7 +68,6 @@ def test_an_infinite_mask_and_an_unset_buffer(kind, tmp_path):
     arguments = GPIPE, modules, data(), F.mse_loss
     found = run(*arguments, with_infinite_groups, save=tmp_path / "save").check
     assert found.passed, found
-    assert run(*arguments, with_infinite_groups, check="quick").check.passed
     found = evaluate(*arguments).check
     assert found.passed, found
 
@@ -294,7 +293,7 @@ def test_layers_in_bfloat16_in_a_float32_model(seed, options):
 
 
 class OnlyInWorkers(nn.Module):
-    """What no reference can compute."""
+    """What the replay cannot compute."""
 
     def forward(self, x):
         if threading.current_thread() is threading.main_thread():
@@ -302,12 +301,12 @@ class OnlyInWorkers(nn.Module):
         return x
 
 
-def test_a_reference_that_fails_keeps_the_run():
+def test_a_check_that_fails_itself_keeps_the_run():
     result = run(
         GPIPE, [linear(), nn.Sequential(OnlyInWorkers(), linear())], data(), F.mse_loss, SGD
     )
     assert not result.check.passed
-    assert "the reference failed, because LookupError: no such device" in str(result.check)
+    assert "the check itself failed, because LookupError: no such device" in str(result.check)
     assert "in forward" in result.check.failure
     assert torch.isfinite(result.weights[0]["0.weight"]).all()
 
@@ -356,7 +355,6 @@ def test_a_frozen_tensor_in_bfloat16_does_not_blur_the_others(monkeypatch, updat
     arguments = GPIPE, modules, data(), F.mse_loss, MOMENTUM
     found = run(*arguments).check
     assert found.passed, found
-    assert max(found.visible) < 1e-4
     around(monkeypatch, "update", update)
     assert not run(*arguments).check.passed
 
@@ -387,7 +385,7 @@ def test_small_columns_beside_a_large_one(monkeypatch, optimizer):
     assert found.passed, found
     around(monkeypatch, "update", without(torch.arange(8).expand(16, 8) > 0))
     found = run(*arguments).check
-    assert not found.passed and "(column " in found.worst, found
+    assert not found.passed and "0.weight in update 0" in found.worst, found
 
 
 def test_rare_rows_of_an_embedding(monkeypatch):
@@ -406,7 +404,7 @@ def test_rare_rows_of_an_embedding(monkeypatch):
     assert found.passed, found
     around(monkeypatch, "update", without((rows >= 80)[:, None]))
     found = run(*arguments, autocast=torch.bfloat16).check
-    assert not found.passed and "(row " in found.worst, found
+    assert not found.passed and "0.weight in update 0" in found.worst, found
 
 
 def numbers_in(function):
@@ -425,7 +423,7 @@ def numbers_in(function):
     ],
     ids=["numbers", "threshold"],
 )
-def test_data_are_exact_in_second_opinions(monkeypatch, function):
+def test_data_that_are_numbers_of_rows(monkeypatch, function):
     modules, pairs = numbers_in(function)
     arguments = GPIPE, modules, pairs, F.mse_loss, SGD
     assert run(*arguments).check.passed
@@ -446,10 +444,10 @@ def test_a_column_that_the_optimizer_leaves_alone(monkeypatch):
     optimizer = partial(torch.optim.SGD, lr=1e-9)  # a large step, of which this is a ten-millionth
     arguments = make("gpipe", 2, 4), modules, pairs, F.mse_loss, optimizer
     found = run(*arguments).check
-    assert found.passed and not found.unjudged, found
+    assert found.passed, found
     around(monkeypatch, "update", update)
     found = run(*arguments).check
-    assert not found.passed and "(column 0 of 8)" in found.worst, found
+    assert not found.passed and found.worst == "weight 0.weight after update 0", found
 
 
 class Counting(nn.Module):
@@ -522,7 +520,7 @@ def test_a_buffer_that_becomes_nan_in_both():
             return self.inner(x)
 
     found = run(GPIPE, [Broken(), linear()], data(), F.mse_loss, SGD).check
-    assert not found.passed and "buffer mean" in found.worst
+    assert found.passed, found  # nan equals nan
 
 
 # ---- losses that are no mean
@@ -541,7 +539,7 @@ def contrastive(share):
 @pytest.mark.parametrize("share", [1.0, 1e-4])
 def test_a_small_part_of_the_loss_that_is_no_mean_is_seen(share):
     found = run(GPIPE, stages(2, dtype=torch.float32), data(), contrastive(share), SGD).check
-    assert not found.passed and "is the loss a mean over its samples?" in found.worst
+    assert not found.passed and NOT_A_MEAN in str(found)
     assert run(GPIPE, stages(2, dtype=torch.float32), data(), contrastive(0.0), SGD).check.passed
 
 
@@ -559,12 +557,12 @@ def test_the_first_batch_that_counts_is_the_one_that_is_looked_at_undivided(tmp_
     pairs = [(x, (y, keep)) for (x, y), keep in zip(data(4), keeps, strict=True)]
     arguments = make("gpipe", 2, 4, batches=4), stages(2, dtype=torch.float32), pairs
     right = run(*arguments, lambda y, target: counted_mean(y, *target), SGD).check
-    assert right.passed and right.ratio > 0, right  # something was computed in float64
+    assert right.passed, right
     stop = {"save": tmp_path / "half", "stop": 2, "check": False}
     run(*arguments, coupled_in_its_gradient, SGD, **stop)
     for options in ({}, {"resume": tmp_path / "half"}):
         found = run(*arguments, coupled_in_its_gradient, SGD, **options).check
-        assert not found.passed and "is the loss a mean over its samples?" in found.worst
+        assert not found.passed and NOT_A_MEAN in str(found)
 
 
 def counted_mean(y, goal, keep):
@@ -579,7 +577,7 @@ def test_such_a_loss_is_seen_where_it_takes_the_output_in_float32(share):
 
     arguments = make("gpipe", 2, 4, batches=3), stages(2, dtype=torch.float32), data(3)
     found = run(*arguments, loss, SGD).check
-    assert not found.passed and "is the loss a mean over its samples?" in found.worst
+    assert not found.passed and NOT_A_MEAN in str(found)
     assert run(*arguments, lambda y, t: F.mse_loss(y.float(), t.float()), SGD).check.passed
 
 
@@ -599,18 +597,23 @@ def balanced(y, target):
 
 
 @pytest.mark.parametrize(
-    ("first", "loss"), [(nn.Linear, balanced), (OwnNorm, F.mse_loss), (Branching, F.mse_loss)]
+    ("first", "loss", "why"),
+    [
+        (nn.Linear, balanced, NOT_A_MEAN),
+        (OwnNorm, F.mse_loss, "layer 0 couples samples"),
+        (Branching, F.mse_loss, "layer 0 couples samples"),
+    ],
 )
 @pytest.mark.parametrize("call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"])
-def test_samples_that_are_coupled_on_purpose_are_judged_by_micro_batches(call, first, loss):
+def test_samples_that_are_coupled_on_purpose_are_judged_by_micro_batches(call, first, loss, why):
     # Was: "is the loss a mean over its samples?", and no way but check=False.
-    modules = [first(WIDTH, WIDTH), linear()]
+    modules = [nn.Sequential(first(WIDTH, WIDTH)), linear()]
     given = partial(call, make("gpipe", 2, 4), modules, data()[:1], loss)
     found = given().check
     assert not found.passed and "give reference='microbatches'" in str(found)
-    for check in (True, "quick"):
-        found = given(check=check, reference="microbatches").check
-        assert found.passed and "in micro-batches only" in str(found)
+    assert why in str(found)
+    found = given(reference="microbatches").check
+    assert found.passed and not found.ratio
 
 
 def test_a_wrong_gradient_is_seen_by_micro_batches_too(monkeypatch):
@@ -622,7 +625,7 @@ def test_a_wrong_gradient_is_seen_by_micro_batches_too(monkeypatch):
     modules = [OwnNorm(WIDTH, WIDTH), linear()]
     options = {"reference": "microbatches"}
     found = run(make("gpipe", 2, 4), modules, data()[:1], F.mse_loss, SGD, **options).check
-    assert not found.passed and "the gradient of weight of stage 0" in found.worst
+    assert not found.passed and "the gradient of 0." in found.worst
 
 
 def test_a_loss_that_is_no_mean_is_seen_in_an_evaluation():
@@ -630,17 +633,16 @@ def test_a_loss_that_is_no_mean_is_seen_in_an_evaluation():
         arguments = make(name, 2, 4, batches=2), stages(2, dtype=torch.float32), data()
         assert evaluate(*arguments, F.mse_loss).check.passed
         found = evaluate(*arguments, contrastive(0.01)).check
-        assert not found.passed and "the undivided batch's loss" in found.worst
+        assert not found.passed and NOT_A_MEAN in str(found)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
-def test_a_loss_that_differentiates_is_judged_in_float64(share):
+def test_a_loss_that_differentiates(share):
     def penalized(y, target):
         (slope,) = torch.autograd.grad((y.tanh() * target).sum(), y, create_graph=True)
         return contrastive(share)(y, target) + 0.01 * (slope.norm(dim=-1) - 1).square().mean()
 
     found = run(GPIPE, stages(2, dtype=torch.float32), data(), penalized, SGD).check
-    assert found.precision == "float64"
     assert found.passed == (share == 0), found
 
 
@@ -652,93 +654,7 @@ def test_the_verdict_says_that_a_batch_was_not_tried_whole():
 
     modules = [nn.Sequential(m, Sized()) for m in stages(2)]
     found = run(GPIPE, modules, data(dtype=torch.float64), F.mse_loss, SGD).check
-    assert found.passed and "the batch in micro-batches only" in str(found)
-
-
-# ---- what a precision can show
-
-
-def test_the_verdict_says_what_a_precision_cannot_show():
-    for dtype, text in ((torch.float32, False), (torch.bfloat16, True)):
-        modules = [m.to(dtype) for m in stages(2)]
-        found = run(GPIPE, modules, data(dtype=dtype), F.mse_loss, SGD).check
-        assert found.passed
-        assert ("In this precision an error below" in str(found)) is text
-
-
-@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
-def test_what_is_said_to_show_does(monkeypatch, recompute):
-    modules = [m.bfloat16() for m in stages(2)]
-    arguments = GPIPE, modules, data(dtype=torch.bfloat16), F.mse_loss, SGD
-    most, _ = run(*arguments, recompute=recompute).check.visible
-    assert 0.005 < most < 1
-
-    def update(stage, call):
-        stage.total = {name: g * (1 + 3 * most) for name, g in stage.total.items()}
-        call()
-
-    around(monkeypatch, "update", update)
-    assert not run(*arguments, recompute=recompute).check.passed
-
-
-# ---- the comparison itself
-
-
-def test_slices_have_noise_of_their_own():
-    """A row of a millionth of the others' size, replaced by zeros, and one that is only noise."""
-    random = np.random.default_rng(0)
-    truth = random.normal(size=(50, 40))
-    truth[7] *= 1e-6
-    truth[9] = 0
-    noise = 1e-7 * np.abs(truth)
-    noise[9] = 1e-7
-    own = truth + noise * random.normal(size=truth.shape)
-    right = truth + noise * random.normal(size=truth.shape)
-
-    def verdict(run_):
-        found = Comparison()
-        found.add("x", run_, truth, 0.0, own)
-        return found.verdict("")
-
-    assert verdict(right).passed
-    assert verdict(right).unjudged == ["x (row 9 of 50)"]
-    wrong = right.copy()
-    wrong[7] = 0
-    found = verdict(wrong)
-    assert not found.passed and found.worst == "x (row 7 of 50)"
-    wrong = right.copy()
-    wrong[:, 3] *= 1.001
-    assert verdict(wrong).worst == "x (column 3 of 40)"
-
-
-def test_a_block_of_small_rows_and_small_columns():
-    """In each of its rows and columns there is something large."""
-    random = np.random.default_rng(0)
-    size = np.where(np.arange(16) < 8, 1, 1e-3)[:, None] * np.where(np.arange(8) < 1, 1, 1e-3)
-    truth, *errors = (size * random.normal(size=(16, 8)) for _ in range(10))
-    right, own, *opinions = (truth + 1e-2 * error for error in errors)
-    wrong = right.copy()
-    wrong[8:, 1:] = 0
-    for got, passes in ((right, True), (wrong, False)):
-        found = Comparison()
-        found.add("x", got, truth, 0.0, own, opinions)
-        assert found.verdict("").passed == passes
-    assert "(element [" in found.verdict("").worst
-
-
-def test_right_slices_are_seldom_doubted_and_never_failed():
-    """Random errors of single elements, independent of each other: the least alike they can be."""
-    asked = 0
-    for seed in range(300):
-        random = np.random.default_rng(seed)
-        truth = random.normal(size=64) * 10.0 ** random.integers(-3, 4)
-        own, got, *others = (truth + 1e-6 * random.normal(size=64) for _ in range(10))
-        opinions = iter(others)
-        found = Comparison()
-        found.add("x", got, truth, 0.0, own, opinions)
-        assert found.verdict("").passed
-        asked += len(list(opinions)) < 8
-    assert asked < 30
+    assert found.passed and found.unjudged[0].startswith("the undivided batch"), found
 
 
 @pytest.mark.parametrize("padded", [0, 1])  # the batch that has padding
@@ -752,7 +668,7 @@ def test_a_mean_over_tokens_that_only_later_micro_batches_leave_out(padded, prec
     assert right.passed, right
     data[padded][1][5] = -100
     found = run(make("gpipe", 2, 4, batches=2), modules, data, F.cross_entropy, SGD).check
-    assert not found.passed and "is the loss a mean over its samples?" in found.worst, found
+    assert not found.passed and NOT_A_MEAN in str(found), found
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64])
@@ -778,4 +694,4 @@ def test_a_mean_whose_gradient_is_a_sums_is_seen_though_nothing_can_be_judged(
     model = [nn.Linear(6, 6).to(precision) for _ in range(2)]
     data = [tuple(torch.randn(2, 16, 6, dtype=precision)) for _ in range(2)]
     done = run(make("gpipe", 2, 4, batches=2), model, data, loss, SGD)
-    assert not done.check.passed and "is the loss a mean" in done.check.worst
+    assert not done.check.passed and NOT_A_MEAN in str(done.check)

@@ -1,0 +1,410 @@
+"""JAX's arithmetic for the replay: a micro-batch through a stage, its pull, and a step.
+
+Each stage is one function, differentiated by jax's own vjp: one program goes forward and one back,
+where the gradients are added up, as in the run. It shares no code with the worker or the stages.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pipelab.jax.arguments import TREES, Part
+from pipelab.jax.host import named, names
+from pipelab.jax.jaxpr import all_equations
+from pipelab.jax.passes import EXACT
+from pipelab.runtime.options import Options
+from pipelab.runtime.verdict.compare import EPS_32
+from pipelab.runtime.verdict.replay import Piece, Sums, Weights
+
+
+class _Ran(NamedTuple):
+    """What the backward of a forward takes: its pullback, or what the forward runs again with."""
+
+    s: int
+    arguments: tuple
+    pull: Any
+    outputs: Any
+    loss: tuple[Any, float] | None
+
+
+class JaxLibrary:
+    """See `replay.Library`; `wide`: the type to compute in, if not the run's."""
+
+    lanes = 1
+
+    def __init__(
+        self, parts: Sequence[Part], options: Options, device: jax.Device, wide: str = ""
+    ) -> None:
+        self.options, self.device, self.wide = options, device, wide
+        self.double = bool(jax.config.read("jax_enable_x64"))  # the caller's
+        self.stages, self.drew = len(parts), False
+        self.outputs: Any = None
+        self.jitted = True
+        self.applies = [apply for apply, _ in parts]
+        self.specs: list[Any] = [jax.tree.structure(parameters) for _, parameters in parts]
+        self.names = [names(parameters) for _, parameters in parts]
+        losses = [None] * (len(parts) - 1) + [options.loss]
+        self._programs = [*map(programs, self.applies, losses)]
+
+    def place(self, weights: Weights) -> Weights:
+        with self._active():
+            return {name: self._widened(jnp.asarray(w)) for name, w in weights.items()}
+
+    def forward(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
+        last = s == self.stages - 1
+        with self._active():
+            parameters = self.specs[s].unflatten([weights[name] for name in self.names[s]])
+            floats, others = _divide(x) if s else (None, self._data(x))
+            target = self._data(piece.y) if last else None
+            seed = None if piece.seeds is None else np.uint32(piece.seeds[s])
+            self.drew |= seed is not None
+            arguments = parameters, floats, others, target, seed
+            keep, pull = self.options.training and not piece.again, None
+            if keep:
+                made, pull, rest = self._programs[s].graph(*arguments)
+            else:
+                made, rest = self._programs[s].alone(*arguments)
+            others, count, output = rest
+            y = _join(made, others)
+            if self.outputs is not None and last:
+                self.outputs.append((output, target))
+        loss = (y, float(piece.samples if count is None else count)) if last else None
+        return loss or y, (), _Ran(s, arguments, pull, made, loss)
+
+    def start(self, kept: _Ran, unit: float) -> tuple[Any, float]:
+        assert kept.loss is not None
+        mean, count = kept.loss
+        # As the loss's type has it: what gradients were multiplied by is what they are divided by.
+        start = np.full(mean.shape, count / unit, mean.dtype)
+        return start, float(start)
+
+    def pull(self, kept: _Ran, gradient: Any, owed: Any, weighs: bool, sums: Sums) -> tuple:
+        with self._active():
+            if kept.pull is None:
+                made, pull, _ = self._programs[kept.s].graph(*kept.arguments)
+                kept = kept._replace(outputs=made, pull=pull)
+            parameters, floats = kept.arguments[:2]
+            if not sums:
+                sums.update(
+                    {
+                        n: jnp.zeros(w.shape, sum_type(w.dtype))
+                        for n, w in self._by_name(kept.s, parameters)
+                    }
+                )
+            if not weighs:
+                return jax.tree.map(jnp.zeros_like, floats), ()
+            total = [sums[name] for name in self.names[kept.s]]
+            total, back = _pulled(kept.pull, gradient, total)
+            sums.update(zip(self.names[kept.s], total, strict=True))
+            return back, ()
+
+    def _by_name(self, s: int, parameters: Any) -> Iterator[tuple[str, Any]]:
+        return zip(self.names[s], jax.tree.leaves(parameters), strict=True)
+
+    # ---- sums
+
+    def add(self, sums: Sums, more: Sums) -> None:
+        for name, g in more.items():
+            sums[name] = sums[name] + g if name in sums else g
+
+    def add_sizes(self, sums: Sums, more: Sums) -> None:
+        for name, g in more.items():
+            size = abs(numbers(g))
+            sums[name] = sums[name] + size if name in sums else size
+
+    def divided(self, sums: Sums, divisor: float) -> Sums:
+        with self._active():
+            return dict(zip(sums, _divided([*sums.values()], divisor), strict=True))
+
+    def dense(self, gradient: Any) -> Any:
+        return gradient
+
+    def square(self, gradient: Any) -> float:
+        return float((abs(numbers(gradient)) ** 2).sum())
+
+    # ---- what is asked of it beside
+
+    def buffers(self) -> list[Weights]:
+        return [{} for _ in self.specs]
+
+    def end_update(self) -> None:
+        return None
+
+    def traces(self) -> bool:
+        return False
+
+    def joined_loss(self) -> float:
+        with self._active():
+            loss = self.options.loss(*TREES.joined(self.outputs or []))
+            return float(loss[0] if isinstance(loss, tuple) else loss)
+
+    def coupled(self, weights: Sequence[Weights], whole: Any, parts: Sequence[Any]) -> str:
+        with self._active():
+            whole, *parts = map(self._data, (whole, *parts))
+            for s, apply in enumerate(self.applies):
+                parameters = self.specs[s].unflatten([weights[s][n] for n in self.names[s]])
+                whole, *parts = (apply(parameters, x) for x in (whole, *parts))
+                pairs = zip(
+                    jax.tree.leaves(whole), jax.tree.leaves(TREES.joined(parts)), strict=True
+                )
+                if not all(np.allclose(a, b, 1e-9, 1e-12, equal_nan=True) for a, b in pairs):
+                    return f"stage {s}"
+        return ""
+
+    def narrowest(self, weights: Sequence[Mapping[int, Weights]], piece: Piece) -> float:
+        x, found = piece.x, [0.0]
+        for s in range(self.stages):
+            x, _, ran = self.forward(s, weights[s][piece.reads[s]], x, (), piece)
+            with self._active():
+                traced = self._programs[s].graph.trace(*ran.arguments)
+            found += map(_narrowed, all_equations(traced.jaxpr.jaxpr.eqns))
+        return max(found)
+
+    # ---- pieces of it
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        double = self.double or self.wide == "float64"
+        jitted = nullcontext() if self.jitted else jax.disable_jit()
+        with jax.default_device(self.device), jax.enable_x64(double), jitted:
+            yield
+
+    def _data(self, tree: Any) -> Any:
+        """Data as the run takes them, where float64 may become float32."""
+        with jax.enable_x64(self.double):
+            arrays = jax.tree.map(jnp.asarray, tree)
+        return jax.tree.map(self._widened, arrays)
+
+    def _widened(self, array: Any) -> Any:
+        if not self.wide or not _inexact(array.dtype):
+            return array
+        kind = np.promote_types(self.wide, "complex64") if jnp.iscomplexobj(array) else self.wide
+        return array.astype(kind)
+
+
+class Programs(NamedTuple):
+    """A stage: (parameters, differentiable inputs, others, target, seed) -> outputs, the others.
+
+    graph  returns between them its pullback: gradients of the outputs -> of parameters and inputs
+    """
+
+    alone: Any
+    graph: Any
+
+
+@cache
+def programs(apply: Callable, loss: Callable | None) -> Programs:
+    """What stages of the same function share, once compiled."""
+
+    def alone(parameters: Any, floats: Any, others: Any, target: Any, seed: Any) -> Any:
+        key = () if seed is None else (jax.random.key(seed),)
+        output = y = apply(parameters, _join(floats, others), *key)
+        count = None
+        if loss:
+            value = loss(y, target)
+            y, count = value if isinstance(value, tuple) else (value, None)
+        floats, others = _divide(y)
+        return floats, (others, count, output if loss else None)
+
+    def graph(parameters: Any, floats: Any, *rest: Any) -> Any:
+        return jax.vjp(lambda p, x: alone(p, x, *rest), parameters, floats, has_aux=True)
+
+    return Programs(*(jax.jit(run, compiler_options=EXACT) for run in (alone, graph)))
+
+
+def _pull(pull: Any, gradient: Any, sums: list[Any]) -> tuple[list[Any], Any]:
+    parameters, floats = pull(gradient)
+    return list(map(jnp.add, sums, jax.tree.leaves(parameters))), floats
+
+
+_pulled = jax.jit(_pull, compiler_options=EXACT)
+# All of a stage at once, as in the run: XLA may divide one array alone by multiplying.
+_divided = jax.jit(lambda sums, divisor: [total / divisor for total in sums])
+
+
+class JaxModel:
+    """See `replay.Model`.
+
+    parts  the stages as (function, parameters)
+    start  by stage, what training goes on from; `first` is the latest version there
+    """
+
+    trees = TREES
+    depends_on_cut = False
+    norm_eps = 2.0**-15  # the run squares in the type of its sums
+    names: Sequence[Mapping[str, str]]
+    ties: Sequence[Mapping[str, int]]
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        options: Options,
+        device: jax.Device,
+        *,
+        start: Sequence[Any],
+        first: int,
+        alike: bool,
+    ) -> None:
+        self.parts, self.options, self.device = parts, options, device
+        self.start, self.first = start, first
+        self.ties = [{} for _ in parts]
+        self.names = [
+            {name: f"{name} of stage {s}" for name in names(parameters)}
+            for s, (_, parameters) in enumerate(parts)
+        ]
+        types = [leaf.dtype for _, parameters in parts for leaf in jax.tree.leaves(parameters)]
+        coarsest = max(types, key=lambda t: jnp.finfo(t).eps, default=jnp.dtype("float32"))
+        self.precision = jnp.finfo(coarsest).dtype.name
+        # XLA fuses each program in its own way. Where a type has few digits, these say what is
+        # rounded; in float32 and float64 products and sums may be rounded together or apart.
+        self.repeats = alike and bool(jnp.finfo(coarsest).eps > EPS_32)
+
+    def history(self) -> list[dict[int, Weights]]:
+        if self.start:
+            return [{v: named(w) for v, w in state.weights.items()} for state in self.start]
+        return [{self.first: named(parameters)} for _, parameters in self.parts]
+
+    def library(self, wide: str = "") -> JaxLibrary:
+        return JaxLibrary(self.parts, self.options, self.device, wide)
+
+    def truth(self) -> JaxLibrary:
+        # In float64 forwards would draw other numbers: one operation after another, then.
+        library = self.library("" if self.options.seed is not None else "float64")
+        library.jitted = self.options.seed is None
+        return library
+
+    def whole(self, wide: str) -> JaxLibrary:
+        applies, parameters = zip(*self.parts, strict=True)
+        return JaxLibrary([(in_turn(applies), [*parameters])], self.options, self.device, wide)
+
+    def as_whole(self, weights: Sequence[Weights]) -> Weights:
+        return {f"{s}.{name}": w for s, of in enumerate(weights) for name, w in of.items()}
+
+    def optimizer(self) -> "JaxSteps":
+        return JaxSteps(self)
+
+    def named(self, weights: Any) -> Weights:
+        return named(weights)
+
+    # ---- arrays
+
+    def same(self, a: Any, b: Any) -> bool:
+        a, b = np.asarray(a), np.asarray(b)
+        return a.dtype == b.dtype and np.array_equal(numbers(a), numbers(b), equal_nan=True)
+
+    def numbers(self, array: Any) -> np.ndarray:
+        return numbers(array)
+
+    def eps(self, array: Any) -> float:
+        return float(jnp.finfo(array.dtype).eps) if _inexact(np.asarray(array).dtype) else 0.0
+
+    def zeros(self, like: Any) -> Any:
+        return np.zeros_like(like)
+
+    def rounded(self, array: Any, like: Any) -> Any:
+        return array.astype(like.dtype)
+
+
+@cache
+def in_turn(applies: tuple[Callable, ...]) -> Callable:
+    """Stages as one function of all their parameters."""
+
+    def apply(parameters: Sequence[Any], x: Any) -> Any:
+        for function, of_stage in zip(applies, parameters, strict=True):
+            x = function(of_stage, x)
+        return x
+
+    return apply
+
+
+@cache
+def stepped(optimizer: optax.GradientTransformation, by_stage: bool) -> Callable:
+    """The optimizer's step, of all stages together or of each."""
+
+    def one(weights: Any, state: Any, gradient: Any) -> Any:
+        change, state = optimizer.update(gradient, state, weights)
+        return optax.apply_updates(weights, change), state
+
+    def each(weights: Any, states: Any, gradients: Any) -> Any:
+        return tuple(zip(*map(one, weights, states, gradients), strict=True))
+
+    return jax.jit(each if by_stage else one, compiler_options=EXACT)
+
+
+class JaxSteps:
+    """One device's optimizer: of all stages, or of each where a training goes on."""
+
+    def __init__(self, model: JaxModel) -> None:
+        self.library, optimizer = model.library(), model.options.optimizer
+        parameters = [parameters for _, parameters in model.parts]
+        self.state: Any = [state.optimizer for state in model.start]
+        if not model.start:
+            self.state = optimizer.init(parameters)
+
+        self._step = stepped(optimizer, bool(model.start))
+
+    def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
+        """The weights after a step from these."""
+        library = self.library
+        with library._active():
+            before, given = (
+                [
+                    jax.tree.unflatten(spec, [jnp.asarray(of[name]) for name in of_stage])
+                    for spec, of_stage, of in zip(library.specs, library.names, each, strict=True)
+                ]
+                for each in (weights, gradients)
+            )
+            after, self.state = self._step(before, self.state, given)
+        return [named(of_stage) for of_stage in after]
+
+
+def sum_type(dtype: Any) -> Any:
+    """The type in which gradients are added up."""
+    return jnp.promote_types(dtype, "float32")
+
+
+def numbers(array: Any) -> np.ndarray:
+    """On the host, in float64 or complex128; whole numbers as they are."""
+    array = np.asarray(array)
+    if not _inexact(array.dtype):
+        return array
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+
+
+def _inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _divide(tree: Any) -> tuple[Any, Any]:
+    """What of a tree has a gradient and what has none, as trees with None in the others' places."""
+    floats = [_inexact(jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
+    leaves, spec = jax.tree.flatten(tree)
+    pairs = [*zip(leaves, floats, strict=True)]
+    return (
+        jax.tree.unflatten(spec, [leaf if is_float else None for leaf, is_float in pairs]),
+        jax.tree.unflatten(spec, [None if is_float else leaf for leaf, is_float in pairs]),
+    )
+
+
+def _join(floats: Any, others: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, other: other if leaf is None else leaf,
+        floats,
+        others,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def _narrowed(eqn: Any) -> float:
+    """The eps of a result that has fewer digits than what it is computed from; 0 if none has."""
+    given, made = (
+        [float(jnp.finfo(t).eps) for v in atoms if _inexact(t := getattr(v.aval, "dtype", bool))]
+        for atoms in (eqn.invars, eqn.outvars)
+    )
+    return max((eps for eps in made if given and eps > min(given)), default=0.0)

@@ -1,0 +1,556 @@
+"""Torch's arithmetic for the replay: a micro-batch through a stage, its pull, and a step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipelab.runtime.options import Options
+from pipelab.runtime.torch.attributes import load_into_modules
+from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
+from pipelab.runtime.torch.names import names_in
+from pipelab.runtime.torch.optimizers import make_optimizer
+from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, equal, load_buffers
+from pipelab.runtime.verdict.replay import Piece, Sums, Weights, replay
+
+
+class _Ran(NamedTuple):
+    """What the backward of a forward takes.
+
+    leaves  of its input that want a gradient, or None; those behind `past` are of the slice before
+    ends    of its output, then of what it left for the next slice
+    counts  what the loss counts
+    """
+
+    s: int
+    piece: Piece
+    weights: Weights
+    leaves: list[Tensor | None]
+    past: int
+    ends: list[Any]
+    counts: float
+
+
+class _Again(NamedTuple):
+    """A forward that runs again before its backward: its input, and buffers as they were."""
+
+    s: int
+    piece: Piece
+    weights: Weights
+    x: Any
+    buffers: Mapping[str, Tensor]
+    loss: Any
+
+
+class TorchLibrary:
+    """See `replay.Library`.
+
+    modules   [lane][stage], without weights of their own
+    threads   by stage, how many its rank computed with
+    wide      the type to compute in, if not the run's
+    drew      whether any forward has drawn random numbers
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        options: Options,
+        device: torch.device,
+        *,
+        lanes: int = 1,
+        threads: Sequence[int] = (),
+        sliced: bool = False,
+        draws: bool = True,
+        wide: torch.dtype | None = None,
+    ) -> None:
+        # As in the run, a stage's first forward shows whether it draws, where that is not known.
+        self.draws, self._draws = draws, dict[tuple[int, int], bool]()
+        self.options, self.device, self.sliced, self.wide = options, device, sliced, wide
+        self.lanes, self.stages, self.threads = lanes, len(modules), threads
+        made: Any = nn.ModuleList(copies_of(modules) for _ in range(lanes)).to(device)
+        self.modules = made
+        if not options.training:
+            self.modules.eval()
+        self.drew = False
+        self.outputs: Any = None
+        self.named = [[dict(s.named_parameters()) for s in of_lane] for of_lane in self.modules]
+        for tensor in (*self.modules.parameters(), *self.modules.buffers()):
+            tensor.data = self._widened(tensor.data)  # in place, so that tied ones stay tied
+        for p in self.modules.parameters():
+            p.grad_dtype = sum_type(p.dtype)
+            p.data = p.data.new_empty(0)
+        self._begun = self._remembered()
+
+    # ---- a micro-batch through a stage
+
+    def forward(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
+        training, x = self.options.training, x if s else self.moved(x)
+        if training and not piece.again:
+            return self._graph(s, weights, x, past, piece)
+        before = self._copied_buffers(piece.lane, s) if training else {}
+        with torch.no_grad():
+            y, left, loss = self._run(s, weights, _copied(x), _copied(past), piece)
+        again = _Again(s, piece, weights, x, before, loss)
+        return (y if loss is None else loss), left, again
+
+    def _graph(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
+        """A forward with its graph."""
+        leaves: list[Tensor | None] = []
+
+        def enter(value: Any, data: bool = False) -> Any:
+            leaf = value.detach().requires_grad_() if _is_float(value) and not data else None
+            leaves.append(leaf)
+            # A copy: a layer may work in place, and a leaf must not change.
+            return _copied(value) if leaf is None else leaf.clone()
+
+        entered = pytree.tree_map(partial(enter, data=s == 0), x)
+        count = len(leaves)
+        past = pytree.tree_map(enter, past)
+        y, left, loss = self._run(s, weights, entered, past, piece)
+        ends = [*(pytree.tree_leaves(y) if loss is None else loss[:1]), *pytree.tree_leaves(left)]
+        counted = 0.0 if loss is None else loss[1]
+        ran = _Ran(s, piece, weights, leaves, len(leaves) - count, ends, counted)
+        return _detached(y if loss is None else loss), _detached(left), ran
+
+    def _run(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
+        """The output, what it leaves for the next slice, and on the last stage (loss, count)."""
+        stage, loss = self.modules[piece.lane][s], None
+        with self._as_the_rank(s), ExitStack() as stack:
+            self._bind(s, weights, piece.lane)
+            if self.options.autocast and self.wide is None:
+                kind, dtype = self.device.type, self.options.autocast
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            if piece.seeds is not None and self._draws.get((piece.lane, s), True):
+                stack.enter_context(self._drawing(piece.lane, s, piece.seeds[s]))
+            y, left = stage(x, past) if self.sliced else (stage(x), ())
+            if s == self.stages - 1:
+                target = self.moved(piece.y)
+                if self.outputs is not None:
+                    self.outputs.append(_detached((y, target)))
+                found = self.options.loss(y, target)
+                mean, count = found if isinstance(found, tuple) else (found, piece.samples)
+                loss = mean, float(count)
+        return y, left, loss
+
+    # ---- its pull
+
+    def start(self, kept: Any, unit: float) -> tuple[Any, float]:
+        mean, count = kept.loss if isinstance(kept, _Again) else (kept.ends[0], kept.counts)
+        # The loss's type may not hold the count: what weighs the gradient is what is counted.
+        weight = torch.tensor(count / unit, dtype=mean.dtype, device="cpu").item()
+        start = torch.full_like(mean.detach(), weight)
+        return [None if self.sliced and not count else start], weight
+
+    def pull(self, kept: Any, gradient: Any, owed: Any, weighs: bool, sums: Sums) -> tuple:
+        if isinstance(kept, _Again):
+            s, lane, now = kept.s, kept.piece.lane, self._copied_buffers(kept.piece.lane, kept.s)
+            load_buffers(self.modules[lane][s], kept.buffers, self.device)
+            _, _, kept = self._graph(s, kept.weights, kept.x, (), kept.piece)
+            load_buffers(self.modules[lane][s], now, self.device)
+        named, ends = self.named[kept.piece.lane][kept.s], kept.ends
+        self._bind(kept.s, kept.weights, kept.piece.lane)
+        for name, p in named.items():
+            # What is there, autograd adds to in place.
+            p.grad = sums.get(name) if weighs else None
+        given = [*gradient, *(owed or [None] * (len(ends) - len(gradient)))]
+        starts = [
+            (end, g)
+            for end, g in zip(ends, given, strict=True)
+            if isinstance(end, Tensor) and end.requires_grad and g is not None
+        ]
+        with self._as_the_rank(kept.s), DRAWING:  # layers under torch.utils.checkpoint draw again
+            if starts:
+                torch.autograd.backward([end for end, _ in starts], [g for _, g in starts])
+        for name, p in named.items():
+            if p.grad is not None and (weighs or name not in sums):
+                sums[name] = p.grad if weighs else torch.zeros_like(p.grad)
+            p.grad = None
+        found = [None if leaf is None else leaf.grad for leaf in kept.leaves]
+        if not weighs:
+            found = [None if g is None else torch.zeros_like(g) for g in found]
+        cut = len(found) - kept.past
+        return found[:cut], found[cut:]
+
+    # ---- sums
+
+    def divided(self, sums: Sums, divisor: float) -> Sums:
+        return {name: total / divisor for name, total in sums.items()}
+
+    def dense(self, gradient: Tensor) -> Tensor:
+        return gradient.to_dense()
+
+    def square(self, gradient: Tensor) -> float:
+        return float(gradient.abs().double().square().sum())
+
+    def add(self, sums: Sums, more: Sums) -> None:
+        for name, g in more.items():
+            sums[name] = sums[name] + g if name in sums else g
+
+    def add_sizes(self, sums: Sums, more: Sums) -> None:
+        for name, g in more.items():
+            size = g.to_dense().abs().to(torch.float64)
+            sums[name] = sums[name] + size if name in sums else size
+
+    # ---- what is asked of it beside
+
+    def traces(self) -> bool:
+        now = self._remembered()
+        return any(
+            differ(self._begun.get(key), value)
+            if isinstance(value, Tensor)
+            else self._begun.get(key) != value
+            for key, value in now.items()
+        )
+
+    def _remembered(self) -> dict[Any, Any]:
+        """Buffers, and numbers and texts that modules keep, of the first lane."""
+        found: dict[Any, Any] = {}
+        for name, part in self.modules[0].named_modules():
+            kept = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str)}
+            buffers = {k: b.detach().clone() for k, b in part._buffers.items() if b is not None}
+            found |= {(name, key): value for key, value in (kept | buffers).items()}
+        return found
+
+    def joined_loss(self) -> float:
+        loss = self.options.loss(*TREES.joined(self.outputs or []))
+        return float(loss[0] if isinstance(loss, tuple) else loss)
+
+    @torch.no_grad()
+    def coupled(self, weights: Sequence[Weights], whole: Any, parts: Sequence[Any]) -> str:
+        number, xs = 0, [self.moved(x) for x in (whole, *parts)]
+        for s, stage in enumerate(self.modules[0]):
+            self._bind(s, weights[s], 0)
+            plain = type(stage) is nn.Sequential
+            for layer in stage if plain else [stage]:
+                whole, *parts = xs = [layer(_copied(x)) for x in xs]
+                leaves = (pytree.tree_leaves(tree) for tree in (whole, TREES.joined(parts)))
+                near = partial(torch.allclose, rtol=1e-9, atol=1e-12, equal_nan=True)
+                if not all(near(a, b) for a, b in zip(*leaves, strict=True) if _is_float(a)):
+                    return f"layer {number}" if plain else f"stage {s}"
+                number += 1
+        return ""
+
+    def narrowest(self, weights: Sequence[Mapping[int, Weights]], piece: Piece) -> float:
+        with _Narrowing() as narrowing:
+            replay(self, weights, [piece], [[piece.number]] * self.stages * self.lanes, 1.0)
+        return narrowing.eps
+
+    # ---- contexts
+
+    @contextmanager
+    def _as_the_rank(self, s: int) -> Iterator[None]:
+        """Compute as the rank of a stage did."""
+        before = torch.get_num_threads()
+        threads = self.threads[s] if self.threads else before
+        if threads != before:
+            torch.set_num_threads(threads)
+        try:
+            with torch.autocast(self.device.type, enabled=False, cache_enabled=False):
+                yield
+        finally:
+            if threads != before:
+                torch.set_num_threads(before)
+
+    @contextmanager
+    def _drawing(self, lane: int, s: int, seed: int) -> Iterator[None]:
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with DRAWING, torch.random.fork_rng(cuda):
+            draw_from(seed, self.device)
+            yield
+            drew = drew_from(seed, self.device)
+        self.drew |= drew
+        self._draws.setdefault((lane, s), self.draws or drew)
+
+    def _bind(self, s: int, weights: Weights, lane: int) -> None:
+        for name, p in self.named[lane][s].items():
+            p.data = weights[name]
+
+    def _copied_buffers(self, lane: int, s: int) -> dict[str, Tensor]:
+        return {n: b.detach().clone() for n, b in self.modules[lane][s].named_buffers()}
+
+    def moved(self, data: Any) -> Any:
+        """Copies on the device, since layers may work in place."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return self._widened(tensor.detach().to(self.device, copy=True))
+
+        return pytree.tree_map_only(Tensor, move, data)
+
+    def place(self, weights: Weights) -> Weights:
+        """Copies of a stage's weights to compute with: forwards may write into them."""
+        return self.moved(dict(weights))
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        if self.wide is None or not _is_float(tensor):
+            return tensor
+        return tensor.to(self.wide.to_complex() if tensor.is_complex() else self.wide)
+
+    # ---- buffers
+
+    def buffers(self) -> list[dict[str, Tensor]]:
+        return [dict(stage.named_buffers()) for stage in self.modules[0]]
+
+    def end_update(self) -> None:
+        first, *others = self.modules
+        for lane in others:
+            for part, of_first in zip(lane.modules(), first.modules(), strict=True):
+                for name, buffer in of_first._buffers.items():
+                    part._buffers[name] = None if buffer is None else buffer.clone()
+
+    def load(self, start: Sequence[StageState]) -> None:
+        """Begin with what modules keep beside their weights in a checkpoint."""
+        for lane in self.modules:
+            for stage, state in zip(lane, start, strict=True):
+                load_into_modules(stage, state.attributes, self.moved)
+                load_buffers(stage, self.moved(state.buffers), self.device)
+        self._begun = self._remembered()
+
+
+class _Narrowing(TorchDispatchMode):
+    """Notes the eps of results that have fewer digits than what they are computed from."""
+
+    eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        given, made = (
+            [torch.finfo(t.dtype).eps for t in pytree.tree_leaves(tree) if _is_float(t)]
+            for tree in ((args, kwargs), result)
+        )
+        self.eps = max([self.eps, *(eps for eps in made if given and eps > min(given))])
+        return result
+
+
+class _Whole(nn.Module):
+    """All stages as one."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stages = len(stages)
+        for s, stage in enumerate(stages):
+            self.add_module(str(s), stage)
+
+    def forward(self, x: Any, *past: Any) -> Any:
+        for s in range(self.stages):
+            stage: Any = self._modules[str(s)]
+            x = stage(x, ())[0] if past else stage(x)
+        return (x, ()) if past else x
+
+
+class TorchModel:
+    """See `replay.Model`.
+
+    modules  of one copy of the model, as the caller gave them
+    start    by stage, the state that training goes on from, if not the beginning; `first` is its
+             latest version
+    lanes    as `Library` has them; `threads` of the rank of each stage
+    """
+
+    trees = TREES
+    norm_eps = 1e-9
+    names: Sequence[Mapping[str, str]]
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        options: Options,
+        device: torch.device,
+        *,
+        ties: Sequence[Mapping[str, int]],
+        start: Sequence[StageState],
+        first: int,
+        lanes: int,
+        threads: Sequence[int],
+        repeats: bool,
+        sliced: bool,
+        draws: bool,
+        depends_on_cut: bool,
+    ) -> None:
+        self.modules, self.options, self.device = modules, options, device
+        self.ties, self.start, self.first, self.repeats = ties, start, first, repeats
+        self.lanes, self.threads, self.sliced, self.draws = lanes, threads, sliced, draws
+        self.names = names_in(modules)
+        floats = [p.dtype for p in nn.ModuleList(modules).parameters() if _is_float(p)]
+        types = [options.autocast] if options.autocast else floats or [torch.get_default_dtype()]
+        coarsest = max(types, key=lambda dtype: torch.finfo(dtype).eps)
+        self.precision = str(coarsest.to_real()).removeprefix("torch.")
+        self.depends_on_cut = depends_on_cut
+
+    def history(self) -> list[dict[int, Weights]]:
+        if self.start:
+            return [dict(state.weights) for state in self.start]
+        return [{self.first: dict(stage.named_parameters())} for stage in self.modules]
+
+    def library(self, wide: str = "") -> TorchLibrary:
+        library = TorchLibrary(
+            self.modules,
+            self.options,
+            self.device,
+            lanes=self.lanes,
+            threads=self.threads,
+            sliced=self.sliced,
+            draws=self.draws,
+            wide=getattr(torch, wide) if wide else None,
+        )
+        if self.start:
+            library.load(self.start)
+        return library
+
+    def truth(self) -> TorchLibrary:
+        return self.library("float64")
+
+    def whole(self, wide: str) -> TorchLibrary:
+        library = TorchLibrary(
+            [_Whole(self.modules)],
+            self.options,
+            self.device,
+            threads=self.threads[:1],
+            sliced=self.sliced,
+            wide=getattr(torch, wide),
+        )
+        if self.start:
+            buffers, attributes = (
+                dict(self.as_whole([getattr(state, name) for state in self.start]))
+                for name in ("buffers", "attributes")
+            )
+            library.load([StageState({}, buffers, attributes=attributes)])
+        return library
+
+    def as_whole(self, weights: Sequence[Weights]) -> Weights:
+        return {f"{s}.{name}": w for s, of in enumerate(weights) for name, w in of.items()}
+
+    def optimizer(self) -> "TorchSteps":
+        return TorchSteps(self.modules, self.options.optimizer, self.device, self.start)
+
+    def named(self, weights: Weights) -> Weights:
+        return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+    # ---- arrays
+
+    def same(self, a: Any, b: Any) -> bool:
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            return isinstance(b, float) and (a == b or (a != a and b != b))
+        b = b.detach().to(a.device)
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        a, b = (t.detach().to_dense() if t.layout is not torch.strided else t for t in (a, b))
+        if a.itemsize == 1:  # eight-bit floats cannot be compared
+            a, b = a.view(torch.uint8), b.view(torch.uint8)
+        return torch.equal(a, b) or bool(((a == b) | (a != a) & (b != b)).all())
+
+    def numbers(self, array: Any) -> np.ndarray:
+        if not isinstance(array, Tensor):
+            return np.asarray(array)
+        array = array.detach().cpu().to_dense().resolve_conj().resolve_neg()
+        if _is_float(array):
+            array = array.to(torch.complex128 if array.is_complex() else torch.float64)
+        return array.numpy()
+
+    def eps(self, array: Any) -> float:
+        if not isinstance(array, Tensor):
+            return float(np.finfo(np.float64).eps)
+        return torch.finfo(array.dtype).eps if _is_float(array) else 0.0
+
+    def zeros(self, like: Tensor) -> Tensor:
+        return torch.zeros_like(like)
+
+    def rounded(self, array: Tensor, like: Tensor) -> Tensor:
+        return array.to_dense().to(like.dtype)
+
+
+class TorchSteps:
+    """One device's optimizer: of all stages, as without a pipeline.
+
+    One for each stage where the factory makes different kinds, such as SparseAdam for an embedding,
+    or they continue from different states of their own.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], factory: Any, device: torch.device, start: Sequence[Any]
+    ) -> None:
+        named = [dict(stage.named_parameters()) for stage in modules]
+        # [1] handles in place of the weights; tied ones once
+        made: dict[int, nn.Parameter] = {}
+        for s, of_stage in enumerate(named):
+            for name, p in of_stage.items():
+                value = start[s].newest()[name] if start else p.detach()
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(value.to(device, copy=True), p.requires_grad)
+                    vars(made[id(p)]).update(vars(p))
+        self.handles = [{name: made[id(p)] for name, p in of.items()} for of in named]
+        # [2] optimizers, as begun or as a checkpoint left them
+        names = names_in(modules)
+        own = [
+            {p: names[s][n] for n, p in of_stage.items() if p.requires_grad}
+            for s, of_stage in enumerate(self.handles)
+        ]
+        self.optimizers = [make_optimizer(factory, [*of], [*of.values()]) for of in own]
+        tied = len(made) < sum(map(len, named))
+        others = [state.others for state in start if state.kinds]
+        alike = all(equal(of, others[0]) for of in others)
+        if tied and not alike:
+            raise ValueError(
+                "stages with tied weights continue from other states of their optimizers, beside "
+                "those of weights, which one optimizer of all weights cannot have"
+            )
+        kinds = {type(optimizer) for optimizer, _ in self.optimizers if optimizer}
+        if tied or (alike and len(kinds) < 2):
+            every = {p: name for of in own for p, name in of.items()}
+            one = make_optimizer(factory, [*every], [*every.values()])
+            self.optimizers = [one] * len(own)
+        for of_stage, state, optimizer in zip(self.handles, start, self.optimizers, strict=False):
+            state.load_optimizer(*optimizer, of_stage)
+
+    def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
+        """The weights after a step from these, in their memory; without a gradient they stay."""
+        for of_stage, before, given in zip(self.handles, weights, gradients, strict=True):
+            for name, handle in of_stage.items():
+                handle.data = before[name]
+                # A copy: optimizers may work in its memory.
+                handle.grad = given[name].to(handle, copy=True) if name in given else None
+        for optimizer, schedulers in {id(made[0]): made for made in self.optimizers}.values():
+            for stepped in (optimizer, *schedulers) if optimizer else ():
+                stepped.step()
+        after: list[Weights] = [
+            {n: h.detach() for n, h in of_stage.items()} for of_stage in self.handles
+        ]
+        for of_stage in self.handles:
+            for handle in of_stage.values():
+                handle.grad = None
+        return after
+
+    def saved(
+        self, s: int, state: StageState, weights: Mapping[int, Weights], buffers: Weights
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a checkpoint holds of a stage, and what it should hold, by path."""
+        versions = {v: dict(of_version) for v, of_version in weights.items()}
+        wanted = StageState(versions, dict(buffers), attributes=state.attributes)
+        if self.optimizers[s][0] and state.kinds:
+            wanted.add_optimizer(*self.optimizers[s], self.handles[s])
+        return state.values(), wanted.values()
+
+
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients are added up."""
+    narrow = dtype.is_floating_point and torch.finfo(dtype).bits < 32
+    return torch.float32 if narrow else dtype
+
+
+def _copied(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+
+
+def _detached(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, tree)
+
+
+def _is_float(tensor: Any) -> bool:
+    if not isinstance(tensor, Tensor):
+        return False
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,80 @@
+"""The answer of a check, in a sentence: is the run what one device computes?"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from pipelab.runtime.verdict.compare import LIMIT
+
+
+class How(StrEnum):
+    """How near a run is to the same training on one device, from near to far."""
+
+    BITS = "equal to one device's training to the last bit"
+    SUMS = "as near to one device's training as another order of its sums"
+    ROUNDING = "as near to one device's training as rounding"
+
+
+@dataclass
+class Check:
+    """Whether a run computed what one device computes from the same micro-batches.
+
+    passed    whether it did, and whether its micro-batches add up to the batch
+    how       how near it is: to the last bit, or within another order of sums or rounding, where
+              smaller errors do not show
+    rule      the update rule that one device followed
+    ratio     the largest distance of a tensor, in multiples of what another order of its sums
+              explains: 0 to the last bit
+    worst     that tensor's name
+    limit     the largest ratio of a right run
+    updates   how many were compared; `tensors`: of how many losses, gradients, weights, buffers
+    reasons   why the micro-batches do not add up to the batch, a sentence each
+    unjudged  what was not compared, and why
+    failure   the traceback, if the check itself failed and could not judge the run
+    seconds   how long it took
+    arrays    if it failed, the worst tensor in the run ("run") and on one device ("one device")
+    """
+
+    passed: bool
+    how: How = How.BITS
+    rule: str = ""
+    ratio: float = 0.0
+    worst: str = ""
+    limit: float = LIMIT
+    updates: int = 0
+    tensors: int = 0
+    reasons: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
+    failure: str = ""
+    seconds: float = field(default=0.0, compare=False)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def not_made(cls, failure: str) -> "Check":
+        """The answer where the check could not compute what the run did."""
+        return cls(False, failure=failure, ratio=np.nan)
+
+    def __str__(self) -> str:
+        if self.failure:
+            reason = self.failure.strip().splitlines()[-1]
+            return (
+                f"NOT CHECKED: the check itself failed, because {reason} (see check.failure). The "
+                "run itself is complete."
+            )
+        if self.passed:
+            counted = [(self.updates, "update"), (self.tensors, "tensor")]
+            told = [f"{n} {what}{'s' * (n > 1)}" for n, what in counted if n]
+            text = f"Check passed: {self.how} ({', '.join(told)})."
+            if self.how is not How.BITS:
+                text += f" Smaller errors may not show; {self.worst} is {self.ratio:.2g} times it."
+            return text
+        far = f"{self.worst} is {self.ratio:.2g} times further from one device's than another "
+        why = (
+            []
+            if self.ratio <= self.limit or not self.worst
+            else [far + "order of its sums explains."]
+        )
+        if why and self.ratio == np.inf:
+            why = [f"{self.worst} differs from one device's."]
+        return " ".join(["CHECK FAILED:", *why, *self.reasons])

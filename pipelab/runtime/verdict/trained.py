@@ -1,0 +1,75 @@
+"""A run to be judged, and its data as the replay takes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from pipelab.runtime.batches import Trees, cut_batch, length_of, samples_of, slices_of
+from pipelab.runtime.options import Options
+from pipelab.runtime.orders import Step
+from pipelab.runtime.prepare import Segment, seed_for
+from pipelab.runtime.result import Run
+from pipelab.runtime.verdict.order import Reading
+from pipelab.runtime.verdict.replay import Piece
+
+
+@dataclass
+class Trained:
+    """A run to be judged, with what it was given.
+
+    steps  [lane][stage][update]: what every update did
+    saved  by stage, its state in the checkpoint, if one was written
+    unit   in which losses count
+    roomy  whether the memory has room for a batch undivided
+    """
+
+    segment: Segment
+    data: Sequence[Any]
+    result: Run
+    steps: Sequence[Sequence[Sequence[Step]]]
+    saved: Sequence[Any]
+    options: Options
+    unit: float
+    roomy: bool
+
+    def pieces(self, reading: Reading, trees: Trees) -> list[list[Piece]]:
+        """The micro-batches of each update, or of each batch of an evaluation, as the data go."""
+        segment, table, options = self.segment, self.segment.table, self.options
+        m, per, replicas, n = (
+            table.microbatches, table.per_sequence, options.replicas, table.model_stages
+        )  # fmt: skip
+        # [1] versions count from the beginning of the training, and a short batch has fewer pieces
+        done, before = segment.done.updates, segment.before_table.updates
+        skipped = done - before if table.training else 0
+        size = table.per_update if table.training else m
+        reads = [
+            [v + before for v in versions]
+            for versions in chain.from_iterable(of[:size] for of in reading[skipped:])
+        ]
+        # [2] cut as in the run: batch by batch, and in a batch replica by replica
+        again = options.recompute.mask(m, m) if table.training else [False] * m
+        found: list[list[Piece]] = [[] for _ in range(table.total // size)]
+        for b in range(table.batches):
+            for i, part in enumerate(cut_batch(self.data[b], m // per * replicas, b, trees)):
+                replica, place = divmod(i * per, m)
+                parts = slices_of(part, table.slices, trees) if table.slices else [part]
+                for k, (x, y) in enumerate(parts, b * m + place):
+                    number = (segment.batches[b] * replicas + replica) * segment.whole.microbatches
+                    number += k - b * m  # in the training: a short batch takes as many as any
+                    samples = samples_of((x, y), trees)
+                    piece = Piece(
+                        x,
+                        y,
+                        lane=replica * table.copies + table.copy_of[k],
+                        number=k,
+                        sequence=k - k % per,
+                        reads=reads[k],
+                        seeds=None
+                        if options.seed is None
+                        else [int(seed_for(options.seed, s, number)) for s in range(n)],
+                        again=again[k - b * m],
+                        samples=samples * length_of((x, y), trees) if table.slices else samples,
+                    )
+                    found[k // size].append(piece)
+        return found
