@@ -6,29 +6,31 @@ nor a buffer shows them.
 
 import copy
 import random
-from collections import deque
+import warnings
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import Trees
 from pipelab.runtime.torch.state import PER_GROUP, TREES
 
 NUMBERS = int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device
-PLAIN = Tensor, int, float, complex, str, bytes, type(None)
-DEEPEST = 6  # levels that are looked into: an object may lead to the whole program
+NOT_STATE = type, ModuleType
+PLAIN = Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
+MOST = 20_000  # objects that are looked into: one may lead to the whole program
 # What schedulers keep for each group, also for one without weights, whose values do not matter.
 BY_GROUP = PER_GROUP - {"lr_lambdas"}
 # Torch's own, which say nothing about the next step.
-OF_TORCH = {"state", "param_groups", "optimizer", "step", "_opt_called", *BY_GROUP}
-OF_MODULES = {"_parameters", "_buffers", "_modules", "training"}
-OF_MODULES |= {name for name in vars(nn.Module()) if "hooks" in name or "set" in name}
+OF_TORCH = {"state", "param_groups", "step", "_opt_called", *BY_GROUP}
+OF_MODULES = {"_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"}
 EXTRA = "_extra_state"  # as in torch's state_dict
 
 
@@ -47,35 +49,42 @@ class Attributes:
         self._storages = {_storage(weight) for weight in weights}
         self._passed = {*map(id, passed)}
 
-    def of(self, owner: Any, without: set[str]) -> dict[str, list[Any]]:
+    def of(self, owner: Any, without: Iterable[str] = ()) -> dict[str, list[Any]]:
         """By name, what each attribute holds."""
         return {
-            name: [*self._inside(value, name, 0, {id(owner)} | self._passed)]
+            name: [*self._inside(value, name, id(owner))]
             for name, value in vars(owner).items()
             if name not in without
         }
 
-    def _inside(
-        self, value: Any, path: str, depth: int, seen: set[int]
-    ) -> Iterator[tuple[str, str]]:
-        """Leaves by path: numbers and texts, arrays by digest, weights by number."""
-        if isinstance(value, NUMBERS):
-            yield path, repr(value.item() if isinstance(value, np.generic) else value)
-        elif id(value) in self._weights:
-            yield path, f"weight {self._weights[id(value)]}"
-        elif isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and _storage(value) not in self._storages:
+    def _inside(self, value: Any, path: str, owner: int) -> Iterator[tuple[str, str]]:
+        """Leaves by path: numbers and texts, arrays by digest, weights by number.
+
+        What several paths lead to comes by each, as in a copy of its own.
+        """
+        waiting: list[Any] = [(path, value, (owner,))]  # with the ids of what it is inside of
+        looked = 0
+        while waiting:
+            path, value, around = waiting.pop()
+            if isinstance(value, NUMBERS):
+                yield path, repr(value.item() if isinstance(value, np.generic) else value)
+            elif id(value) in self._weights:
+                yield path, f"weight {self._weights[id(value)]}"
+            elif isinstance(value, Tensor):
+                if _storage(value) not in self._storages:
+                    yield path, self._trees.digest(value)
+            elif isinstance(value, np.ndarray):
                 yield path, self._trees.digest(value)
-        elif isinstance(value, np.ndarray):
-            yield path, self._trees.digest(value)
-        elif not isinstance(value, (nn.Module, type)) and id(value) not in seen and depth < DEEPEST:
-            seen.add(id(value))
-            for key, part in _parts(value):
-                if isinstance(key, str) and key in BY_GROUP:
+            elif not isinstance(value, NOT_STATE) and looked < MOST:
+                if id(value) in self._passed or id(value) in around:
                     continue
-                known = self._weights.get(id(key))
-                key = repr(key) if known is None else f"weight {known}"
-                yield from self._inside(part, f"{path}[{key}]", depth + 1, seen)
+                looked += 1
+                for key, part in _parts(value):
+                    if isinstance(key, str) and key in BY_GROUP:
+                        continue
+                    known = self._weights.get(id(key))
+                    key = repr(key) if known is None else f"weight {known}"
+                    waiting.append((f"{path}[{key}]", part, (*around, id(value))))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -92,7 +101,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
             yield "state", value.getstate()
         case np.random.Generator():
             yield "state", value.bit_generator.state
-        case Mapping() if all(type(key) is int for key in value):  # such as hooks, by handle
+        case OrderedDict() if all(type(key) is int for key in value):  # hooks, by their handles
             yield from enumerate(value.values())
         case Mapping():
             yield from value.items()
@@ -107,11 +116,25 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         case FunctionType():
             for n, cell in enumerate(value.__closure__ or ()):
                 try:
-                    yield n, cell.cell_contents
+                    held = cell.cell_contents
                 except ValueError:  # not filled yet
                     continue
+                if not isinstance(held, nn.Module):  # the caller's: functions are not copied
+                    yield n, held
+        case GeneratorType():
+            if value.gi_frame:
+                yield from (("at", value.gi_frame.f_lasti), *value.gi_frame.f_locals.items())
         case _:
-            yield from getattr(value, "__dict__", {}).items()
+            state: Any
+            try:
+                own = type(value).__reduce__ is not object.__reduce__  # as a logger has it
+                if hasattr(value, "__dict__") and not own:
+                    state = object.__getstate__(value)
+                else:
+                    state = value.__reduce_ex__(2)[1:]
+            except Exception:  # whatever its class fails with
+                state = getattr(value, "__dict__", {})
+            yield from state.items() if isinstance(state, dict) else enumerate(state or ())
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -119,11 +142,40 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [name for name in now if before.get(name, []) != now[name]]
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
     """Whether a file can hold it: tensors, numbers and texts, in lists, tuples and dicts."""
-    if isinstance(value, dict):
-        return all(map(is_plain, [*value, *value.values()]))
-    return all(map(is_plain, value)) if type(value) in (list, tuple) else isinstance(value, PLAIN)
+    if type(value) in (dict, OrderedDict, Counter):
+        parts = [*value, *value.values()]
+    elif type(value) in (list, tuple, set, torch.Size):
+        parts = [*value]
+    else:
+        return isinstance(value, PLAIN)
+    inside = *around, id(value)
+    return id(value) not in around and all(is_plain(part, inside) for part in parts)
+
+
+def copied_together(
+    values: Any, placed: Callable[[Tensor], Tensor], stay: Iterable[Any] = ()
+) -> Any:
+    """Copies of trees with `placed` tensors: what is one, or shares memory, still does.
+
+    stay  what is not copied
+    """
+    made: dict[int, Any] = {id(value): value for value in stay}
+    leaves = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+    tensors = {id(t): t for t in leaves if id(t) not in made}
+    sharing = Counter(map(_storage, tensors.values()))
+    memory: dict[Any, Tensor] = {}
+    for key, tensor in tensors.items():
+        tensor, at = tensor.detach(), (_storage(tensor), tensor.dtype)
+        if sharing[at[0]] == 1:
+            made[key] = placed(tensor)
+            continue
+        if at not in memory:
+            memory[at] = placed(tensor.new_empty(0).set_(tensor.untyped_storage()))
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        made[key] = memory[at].as_strided(*layout)
+    return copy.deepcopy(values, made)
 
 
 # ---- of optimizers
@@ -154,8 +206,9 @@ class OptimizerWatch:
         weights = [*map(copy.copy, self.weights)]
         made = self._make(weights)
         load(*made, weights)
-        owners = self.optimizer, *self.schedulers
+        owners = self.optimizer, *self.schedulers, *self.weights
         loaded = _of_optimizers(*made, weights)
+        loaded[1 + len(self.schedulers) :] = self._as_made[1 + len(self.schedulers) :]
         for owner, before, others, own in zip(owners, self._as_made, loaded, now, strict=True):
             for name in set(changed(before, own)) & set(changed(others, own)):
                 raise ValueError(
@@ -168,49 +221,53 @@ class OptimizerWatch:
 def _of_optimizers(
     optimizer: Any, schedulers: Sequence[Any], weights: Sequence[Tensor]
 ) -> list[dict[str, Any]]:
+    """Of each, and of each weight, what its attributes hold, and how the weights are grouped."""
     every = [optimizer, *schedulers]
     attributes = Attributes(TREES, weights, every)
-    return [attributes.of(owner, OF_TORCH) for owner in every]
+    found = [attributes.of(owner, OF_TORCH) for owner in every]
+    found[0]["param_groups"] = [len(group["params"]) for group in optimizer.param_groups]
+    return found + [attributes.of(weight) for weight in weights]
 
 
 # ---- of modules
 
 
 def of_modules(module: nn.Module, weights: Iterable[Tensor]) -> dict[str, dict[str, Any]]:
-    """By the names of a module and its parts, what their attributes hold.
-
-    Not of parts that tell their state by `get_extra_state`.
-    """
-    attributes = Attributes(TREES, [*weights, *module.buffers()])
-    return {
-        name: attributes.of(part, OF_MODULES)
-        for name, part in module.named_modules()
-        if type(part).get_extra_state is nn.Module.get_extra_state
-    }
+    """By the names of a module and its parts, what their attributes hold."""
+    attributes = Attributes(TREES, [*weights, *module.buffers()], module.modules())
+    return {name: attributes.of(part, OF_MODULES) for name, part in module.named_modules()}
 
 
 def kept_by_modules(
     module: nn.Module, before: Mapping[str, Mapping[str, Any]], weights: Iterable[Tensor]
 ) -> dict[str, Any]:
-    """Extra states, and attributes that forwards have changed, by "PART.ATTRIBUTE".
+    """Attributes that forwards have changed, and extra states, by "PART.ATTRIBUTE".
 
-    ValueError for a change that a checkpoint cannot hold.
+    ValueError for a change that a checkpoint cannot hold; a warning for one in a hook, which may
+    only note what it sees.
     """
     found, now = {}, of_modules(module, weights)
     for name, part in module.named_modules():
-        if name not in now:
-            found[f"{name}.{EXTRA}"] = part.get_extra_state()
-            continue
+        told = type(part).get_extra_state is not nn.Module.get_extra_state
         for attribute in changed(before.get(name, {}), now[name]):
-            value = getattr(part, attribute)
-            if not is_plain(value):
-                raise ValueError(
-                    f"{attribute} of {name or 'it'} ({type(part).__name__}) is changed by its "
-                    f"forwards, and a checkpoint cannot hold a {type(value).__name__}: keep it in "
-                    "a buffer, or tell it by get_extra_state and set_extra_state"
+            value, owner = getattr(part, attribute), f"{name or 'it'} ({type(part).__name__})"
+            if is_plain(value):
+                found[f"{name}.{attribute}"] = value
+            elif attribute.endswith("_hooks"):
+                warnings.warn(
+                    f"what {attribute} of {owner} keep has changed, and a checkpoint does not hold "
+                    "it: if it changes what is computed, keep it in a buffer",
+                    stacklevel=2,
                 )
-            found[f"{name}.{attribute}"] = value
-    return found
+            elif not told:
+                raise ValueError(
+                    f"{attribute} of {owner} is changed by its forwards, and a checkpoint cannot "
+                    f"hold a {type(value).__name__}: keep it in a buffer, or tell it by "
+                    "get_extra_state and set_extra_state"
+                )
+        if told:
+            found[f"{name}.{EXTRA}"] = part.get_extra_state()
+    return copied_together(found, lambda tensor: tensor.to("cpu", copy=True))
 
 
 class FirstAgain:
@@ -250,13 +307,13 @@ class FirstAgain:
 
 
 def load_into_modules(
-    module: nn.Module, kept: Mapping[str, Any], placed: Callable[[Any], Any]
+    module: nn.Module, kept: Mapping[str, Any], placed: Callable[[Tensor], Tensor]
 ) -> None:
     """Restore what `kept_by_modules` has found; `placed` makes copies on the module's device."""
-    for name, value in kept.items():
+    for name, value in copied_together(dict(kept), placed).items():
         owner, _, attribute = name.rpartition(".")
         part = module.get_submodule(owner)
         if attribute == EXTRA:
-            part.set_extra_state(placed(value))
+            part.set_extra_state(value)
         else:
-            setattr(part, attribute, placed(value))
+            setattr(part, attribute, value)

@@ -7,6 +7,7 @@ torch.load(weights_only=True), which runs no code, reads files, and only unchang
 
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -136,9 +137,11 @@ def _bytes_of(state: Any, refusal: str) -> bytes:
         # needed.
         torch.load(content, weights_only=True)
     except Exception as error:  # whatever a class of the caller's raises while it is pickled
+        kind = re.search(r"GLOBAL (\S+) was", str(error))  # that torch.load refuses
+        reason = f"it has a {kind[1]}" if kind else str(error).partition("\n")[0]
         raise ValueError(
-            f"{refusal} ({str(error).splitlines()[0]}): keep tensors, numbers and strings, or "
-            "lists, tuples and dicts of them"
+            f"{refusal} ({reason}): keep tensors, numbers and strings, or lists, tuples and dicts "
+            "of them"
         ) from error
     return content.getvalue()
 

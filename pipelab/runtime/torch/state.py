@@ -56,6 +56,9 @@ def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
         }
         copies = copy.deepcopy(originals, others)
+    except Exception:
+        _tell_what_cannot_be_copied(originals)
+        raise
     # deepcopy forgets them; optimizers may look at them.
     for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
         vars(q).update(vars(p))
@@ -63,6 +66,20 @@ def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
     for original, copied in zip(originals.modules(), copies.modules(), strict=True):
         compile_as(copied, compiled_in(original))
     return copies
+
+
+def _tell_what_cannot_be_copied(originals: nn.ModuleList) -> None:
+    for part in originals.modules():
+        for name, value in vars(part).items():
+            try:
+                copy.deepcopy(value)
+            except Exception as error:
+                if not isinstance(value, dict):  # such as its modules, which come themselves
+                    raise ValueError(
+                        f"{name} of a {type(part).__name__} cannot be copied for each stage "
+                        f"({type(error).__name__}: {error}): let the module use it without "
+                        "keeping it in an attribute"
+                    ) from error
 
 
 Compiled = dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]]
@@ -119,7 +136,7 @@ class StageState:
     schedulers: list[dict[str, Any]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)
-    origin: str = ""
+    origin: str = "a checkpoint of this training"
     frozen: dict[str, str] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -247,8 +264,8 @@ class StageState:
             states = now["state"] | states | others.pop("state", {})
             others = {**now, **others, "state": states, "param_groups": settings}
         # [2] load it
-        lists, states = optimizer.param_groups, dict(optimizer.state)
-        groups = [*lists]
+        every = [optimizer, *(x for x in vars(optimizer).values() if hasattr(x, "param_groups"))]
+        held = [(vars(x), dict(vars(x)), [*x.param_groups], dict(x.state)) for x in every]
         try:
             optimizer.load_state_dict(others)
         except Exception as error:
@@ -256,18 +273,27 @@ class StageState:
                 f"{type(optimizer).__name__}.load_state_dict() cannot load what its state_dict() "
                 f"told for {self.origin} ({type(error).__name__}: {error}): let it load that"
             ) from error
-        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-            return
-        # [3] Torch's own rounds states to their weights' types, and makes other groups, while
-        #     optimizers around this one, and inside, go on with those that they have.
-        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-            group.update(_settings(loaded))
-            for weight in group["params"]:
-                if (name := names.get(id(weight))) in self.optimizer:
-                    optimizer.state[weight] = _placed(self.optimizer[name], weight, group)
-                elif weight in states:
-                    optimizer.state[weight] = states[weight]
-        optimizer.param_groups = lists
+        # [3] Torch's own makes other groups and another state, while optimizers around it, and
+        #     inside, go on with those that they have.
+        for now, before, groups, _ in held:
+            if "param_groups" in before and now["param_groups"] is not before["param_groups"]:
+                for group, loaded in zip(groups, now["param_groups"], strict=True):
+                    group.update(_settings(loaded))
+                now["param_groups"] = before["param_groups"]
+            if "state" in before and now["state"] is not before["state"]:
+                loaded = dict(now["state"])
+                before["state"].clear()
+                before["state"].update(loaded)
+                now["state"] = before["state"]
+        # [4] It also rounds states to their weights' types.
+        if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            states = held[0][-1]
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    if (name := names.get(id(weight))) in self.optimizer:
+                        optimizer.state[weight] = _placed(self.optimizer[name], weight, group)
+                    elif weight in states:
+                        optimizer.state[weight] = states[weight]
 
     def other_rates(self, optimizer: Any) -> Iterator[str]:
         """A warning about other given rates: as in torch's load_state_dict, the saved ones stay.

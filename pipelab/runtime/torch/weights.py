@@ -152,7 +152,7 @@ class VersionedStage(CountingStage):
         return pytree.tree_map_only(Tensor, lambda t: self.device.placed(t.detach()), data)
 
     def _load(self, start: StageState) -> None:
-        parameters = self.weights[0]
+        parameters, newest = self.weights[0], max(start.weights)
         self.weights = {
             v: _summed_wide(
                 {
@@ -161,7 +161,11 @@ class VersionedStage(CountingStage):
                 }
             )
             for v, of_version in start.weights.items()
+            if v != newest
         }
+        self.weights[newest] = parameters  # which other attributes may name
+        for name, t in start.weights[newest].items():
+            parameters[name].data.copy_(t)
         load_buffers(self.module, start.buffers, self.device.device)
 
     def update(self, number: int, received: dict[int, News] | None = None) -> None:
@@ -336,16 +340,16 @@ class VersionedStage(CountingStage):
             self.optimizer_state(),
             weights={v: on_cpu(of_version) for v, of_version in self.weights.items()},
             buffers=on_cpu(dict(self.module.named_buffers())),
-            attributes=on_cpu(kept_by_modules(self.module, self._as_made, self._every_weight())),
+            attributes=kept_by_modules(self.module, self._as_made, self._every_weight()),
         )
 
-    def frozen(self) -> dict[str, str]:
-        """Digests of the weights that are not trained, and that nothing has written into."""
-        latest = self.weights[self.latest]
+    def frozen(self, model: nn.Module) -> dict[str, str]:
+        """Digests of the untrained weights that are still those of the caller's model."""
+        given = dict(model.named_parameters())
         return {
             name: TREES.digest(p)
-            for name, (p, version) in self._frozen.items()
-            if latest[name] is p and p._version == version
+            for name, p in self.weights[self.latest].items()
+            if name not in self._trained and not differ(given[name], p)
         }
 
     def digests(self) -> dict[str, str]:

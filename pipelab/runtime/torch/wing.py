@@ -118,7 +118,7 @@ class TorchJob(Job):
                 if s >= self.schedule.model_stages:  # a copy, whose weights are those of the first
                     continue
                 # Weights that are not trained, such as those below adapters, are the model's.
-                state = stage.resume_state().without(stage.frozen())
+                state = stage.resume_state().without(stage.frozen(self.modules[s]))
                 checkpoint.save_stage(order.save, s, state)
         except Exception as error:
             return error
