@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.runtime.options import Options
-from pipelab.runtime.torch.attributes import load_into_modules
+from pipelab.runtime.torch.attributes import load_into_modules, of_modules
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.names import names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
@@ -209,10 +209,11 @@ class TorchLibrary:
         )
 
     def _remembered(self) -> dict[Any, Any]:
-        """Buffers, and numbers and texts that modules keep, of the first lane."""
+        """Buffers, and what modules' attributes hold, of the first lane."""
         found: dict[Any, Any] = {}
+        held = of_modules(self.modules[0], self.modules[0].parameters())
         for name, part in self.modules[0].named_modules():
-            kept = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str)}
+            kept = {k: v for k, v in held[name].items() if not k.endswith("_hooks")}
             buffers = {k: b.detach().clone() for k, b in part._buffers.items() if b is not None}
             found |= {(name, key): value for key, value in (kept | buffers).items()}
         return found
