@@ -143,7 +143,8 @@ class Outcome:
     weights  by stage, trained
     unsplit  by stage, if any: see `Run`
     states   by stage, what training continues from
-    digests  by stage that has copies or replicas, of its weights by name
+    digests  by stage that has copies or replicas, of its weights by name; `attributes`: of what
+             forwards have changed beside them, where it was saved
     unsaved  why these could not be told, or their checkpoint not be written, if so
     kernels  by stage, what its numbers may depend on: see `Device`
     """
@@ -160,6 +161,7 @@ class Outcome:
     unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
     states: dict[int, Any] = field(default_factory=dict)
     digests: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    attributes: dict[int, Mapping[str, str]] = field(default_factory=dict)
     unsaved: Exception | None = None
     kernels: dict[int, tuple[int, str]] = field(default_factory=dict)
 

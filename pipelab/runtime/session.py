@@ -375,17 +375,32 @@ class Session(AbstractContextManager):
         return outcomes
 
     def check_copies(self, outcomes: Sequence[Outcome]) -> None:
-        """RunError if a copy or a replica has other weights than the first, where it was asked."""
-        n, first = self.schedule.model_stages, by_stage(outcomes, "digests")
+        """RunError if a copy or a replica has other weights than the first, where it was asked.
+
+        ValueError for other attributes, of which a checkpoint has the first one's alone.
+        """
+        for place in self._apart(outcomes, "digests"):
+            raise RunError(
+                f"weight {place}: a forward writes into it, or the optimizer draws random numbers, "
+                "and each does so alone. Keep in a buffer what a forward changes, seed the "
+                "optimizer's draws by the update's number, or use replicas=1 and a schedule "
+                "without copies"
+            )
+        for place in self._apart(outcomes, "attributes"):
+            raise ValueError(
+                f"attribute {place}: each changes its own, and a checkpoint would hold the first "
+                "one alone. Keep it in a buffer, which all get at every update"
+            )
+
+    def _apart(self, outcomes: Sequence[Outcome], what: str) -> Iterator[str]:
+        """What is not the same in all copies and replicas of a stage, in words."""
+        n, first = self.schedule.model_stages, by_stage(outcomes, what)
         for o in outcomes:
-            for s, of_stage in o.digests.items():
+            for s, of_stage in getattr(o, what).items():
                 for name in (k for k in of_stage if of_stage[k] != first[s % n].get(k)):
-                    raise RunError(
-                        f"weight {name} of stage {s % n} differs between copy 0 of replica 0 and "
-                        f"copy {s // n} of replica {o.replica}: a forward writes into it, or the "
-                        "optimizer draws random numbers, and each does so alone. Keep in a buffer "
-                        "what a forward changes, seed the optimizer's draws by the update's "
-                        "number, or use replicas=1 and a schedule without copies"
+                    yield (
+                        f"{name} of stage {s % n} differs between copy 0 of replica 0 and "
+                        f"copy {s // n} of replica {o.replica}"
                     )
 
     def _states(self) -> tuple[dict[int, Any], str]:

@@ -179,6 +179,10 @@ class Stage(Protocol):
         """Digests of the latest weights by name, which copies and replicas must have, too."""
         return {}
 
+    def attributes(self) -> Mapping[str, str]:
+        """What forwards have changed in a module's attributes, by name, in a form to compare."""
+        return {}
+
     def resume_state(self) -> Any:
         """The state that a training continues from between two batches, if possible."""
         return None

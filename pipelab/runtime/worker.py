@@ -191,6 +191,8 @@ class Worker:
         several = self.job.replicas > 1 or self.job.schedule.copies > 1
         if several and order.training and not order.keep and (order.report or order.save):
             outcome.digests = {s: stage.digests() for s, stage in stages.items()}
+        if several and order.save:
+            outcome.attributes = {s: stage.attributes() for s, stage in stages.items()}
         if order.state:
             try:
                 outcome.states = {s: stage.resume_state() for s, stage in stages.items()}

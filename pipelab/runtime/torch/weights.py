@@ -16,6 +16,7 @@ from pipelab.runtime.stage import CountingStage
 from pipelab.runtime.torch.attributes import (
     FirstAgain,
     OptimizerWatch,
+    changed,
     kept_by_modules,
     load_into_modules,
     of_modules,
@@ -354,6 +355,14 @@ class VersionedStage(CountingStage):
 
     def digests(self) -> dict[str, str]:
         return {name: TREES.digest(p) for name, p in self.weights[self.latest].items()}
+
+    def attributes(self) -> dict[str, str]:
+        return {
+            f"{part}.{name}".removeprefix("."): str(attributes[name])
+            for part, attributes in of_modules(self.module, self._every_weight()).items()
+            for name in changed(self._as_made.get(part, {}), attributes)
+            if not name.endswith("_hooks")
+        }
 
     def optimizer_state(self) -> StageState:
         """The same without weights and buffers."""

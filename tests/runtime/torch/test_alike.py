@@ -225,6 +225,30 @@ def test_a_trainer_tells_when_its_weights_are_asked(ask, options, tmp_path):
             ask(trainer, tmp_path)
 
 
+class Remembering(nn.Module):
+    """An average of its inputs, in an attribute that a checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.mean, self.calls = linear(), torch.zeros(6, dtype=torch.float64), 0
+
+    def forward(self, x):
+        self.mean, self.calls = 0.9 * self.mean + x.detach().mean(0), self.calls + 1
+        return self.inner(x) + 0 * self.mean
+
+
+@pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
+def test_attributes_that_diverge_are_told_when_they_are_saved(options, tmp_path):
+    table, replicas = make(options["table"].name, 2, 4), options.get("replicas", 1)
+    stages, data = [Remembering(), linear()], batches(2, 16)
+    with Trainer(table, stages, F.mse_loss, SGD, replicas=replicas, check=False) as trainer:
+        list(trainer.fit(data))
+        with pytest.raises(ValueError, match="attribute mean of stage 0 differs between copy 0"):
+            trainer.save(tmp_path / "kept")
+        assert not (tmp_path / "kept").exists()
+        assert len(list(trainer.fit(data))) == 2
+
+
 def test_weights_that_are_nan_are_equal():
     stages = [linear(), linear()]
     stages[0].weight.data[0, 0] = float("nan")
