@@ -71,7 +71,7 @@ class Attributes:
             elif id(value) in self._weights:
                 yield path, f"weight {self._weights[id(value)]}"
             elif isinstance(value, Tensor):
-                if _storage(value) not in self._storages:
+                if not value.is_meta and _storage(value) not in self._storages:
                     yield path, self._trees.digest(value)
             elif isinstance(value, np.ndarray):
                 yield path, self._trees.digest(value)
