@@ -169,7 +169,7 @@ def _note_failed_checks(request, monkeypatch):
 
     def noted(*arguments):
         check = verdict_of(*arguments)
-        if check.arrays:
+        if check.tensors:
             failed.append(check)
         return check
 
@@ -184,7 +184,7 @@ def pytest_runtest_makereport(item, call):
     if report.when == "call" and report.failed and failed:
         folder = Path(tempfile.mkdtemp(prefix="pipelab-check-"))
         for number, check in enumerate(failed):
-            np.savez(folder / f"{number}.npz", **check.arrays)
+            np.savez(folder / f"{number}.npz", **check.tensors)
         lines = [f"{folder}/{number}.npz: {check}" for number, check in enumerate(failed)]
         report.sections.append(("tensors of failed checks", "\n".join(lines)))
     return report

@@ -56,7 +56,7 @@ class Agreement:
         again  seed -> the array once more, from an input that is off by rounding
         """
         check, error = self.check, distance(got, truth)
-        check.tensors += 1
+        check.compared += 1
         for seed in range(1, DRAWN_AGAIN + 1):
             ratio = _beside(error, noise)
             if ratio <= check.limit:
@@ -66,7 +66,7 @@ class Agreement:
             check.unjudged.append(name)  # zeros would pass as well
         if ratio > check.ratio:
             check.ratio, check.worst, check.passed = ratio, name, ratio <= check.limit
-            check.arrays = {} if check.passed else {"run": got, "one device": truth}
+            check.tensors = {} if check.passed else {"run": got, "one device": truth}
 
 
 def _nth(again: Callable[[int], Sequence[Any]], i: int, seed: int) -> Any:

@@ -1035,7 +1035,7 @@ def test_weights_are_compared_too(monkeypatch):
     check = run(make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD).check
     # Four losses of micro-batches and two of batches; eight tensors in each of two updates.
     assert found == {"loss": 6, "gradient": 16, "weight": 16, "trained": 8}
-    assert check.tensors == 46
+    assert check.compared == 46
 
 
 def test_the_mlp_splits_and_runs():

@@ -28,12 +28,12 @@ class Check:
               explains: 0 to the last bit
     worst     that tensor's name
     limit     the largest ratio of a right run
-    updates   how many were compared; `tensors`: of how many losses, gradients, weights, buffers
+    updates   how many were followed; `compared`: losses, gradients, weights and buffers in all
     reasons   why the micro-batches do not add up to the batch, a sentence each
     unjudged  what was not compared, and why
     failure   the traceback, if the check itself failed and could not judge the run
     seconds   how long it took
-    arrays    if it failed, the worst tensor in the run ("run") and on one device ("one device")
+    tensors   if it failed, the worst tensor in the run ("run") and on one device ("one device")
     """
 
     passed: bool
@@ -43,12 +43,12 @@ class Check:
     worst: str = ""
     limit: float = LIMIT
     updates: int = 0
-    tensors: int = 0
+    compared: int = 0
     reasons: list[str] = field(default_factory=list)
     unjudged: list[str] = field(default_factory=list)
     failure: str = ""
     seconds: float = field(default=0.0, compare=False)
-    arrays: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    tensors: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def not_made(cls, failure: str) -> "Check":
@@ -63,9 +63,11 @@ class Check:
                 "run itself is complete."
             )
         if self.passed:
-            counted = [(self.updates, "update"), (self.tensors, "tensor")]
+            counted = [(self.updates, "update"), (self.compared, "tensor")]
             told = [f"{n} {what}{'s' * (n > 1)}" for n, what in counted if n]
-            text = f"Check passed: {self.how} ({', '.join(told)})."
+            rule = self.rule.partition(":")[0]
+            by = "" if rule in ("", "flush", "evaluation") else f"; rule: {rule}"
+            text = f"Check passed: {self.how} ({', '.join(told)}{by})."
             if self.how is not How.BITS:
                 text += f" Smaller errors may not show; {self.worst} is {self.ratio:.2g} times it."
             return text

@@ -8,6 +8,7 @@ between the two wings (how a stage holds its sums, its weights, its optimizer's 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -21,6 +22,7 @@ import optax
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear, mse_loss
 
 from pipelab import Recompute, Schedule, make, run
 from pipelab.jax import arguments as jax_arguments
@@ -28,6 +30,7 @@ from pipelab.jax import stage as jax_stage
 from pipelab.jax import wing as jax_wing
 from pipelab.jax.stage import JaxStage
 from pipelab.jax.wing import JaxJob
+from pipelab.models import split
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.torch.wing import TorchJob
 from pipelab.runtime.transport import Transport
@@ -807,3 +810,71 @@ def _shapes(tree: Any) -> str:
 
 def always(case: Case) -> Case:
     return replace(case, options=(*case.options, ("recompute", Recompute.ALWAYS)))
+
+
+# ---- small errors of one weight's gradient, in a model that people train
+
+
+class Wrong(torch.autograd.Function):
+    """A weight, whose gradient a worker changes: `change(gradient, its calls so far)`."""
+
+    @staticmethod
+    def forward(ctx, weight, change, calls):
+        ctx.change, ctx.calls = change, calls
+        ctx.worker = threading.current_thread().name.startswith("pipelab device")
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if not ctx.worker:
+            return gradient, None, None
+        ctx.calls.append(gradient)
+        return ctx.change(gradient, ctx.calls), None, None
+
+
+class WrongLinear(nn.Linear):
+    def __init__(self, width, change):
+        super().__init__(width, width)
+        self.change, self.calls = change, []
+
+    def forward(self, x):
+        return linear(x, Wrong.apply(self.weight, self.change, self.calls), self.bias)
+
+
+def element(factor):
+    """Multiplies the largest element."""
+
+    def change(gradient, calls):
+        changed = gradient.clone()
+        changed.view(-1)[gradient.abs().argmax()] *= factor
+        return changed
+
+    return change
+
+
+def column_lost(gradient, calls):
+    return gradient * (torch.arange(gradient.shape[1]) > 0)
+
+
+SMALL = {
+    "right": lambda gradient, calls: gradient,
+    "times 1.01": lambda gradient, calls: gradient * 1.01,
+    "times 1.1": lambda gradient, calls: gradient * 1.1,
+    "an element times 1.1": element(1.1),
+    "an element times 1.3": element(1.3),
+    "the sign of an element": element(-1.0),
+    "a column lost": column_lost,
+    "one micro-batch lost": lambda gradient, calls: gradient * (len(calls) != 5),
+    "the last micro-batch twice": lambda gradient, calls: gradient * (1 + (len(calls) == 16)),
+}
+
+
+def small_error(kind: str, dtype: torch.dtype) -> Check:
+    """What the check says of 8 layers of 48 by 1F1B, where workers change a weight's gradient."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(7)]
+    layers.insert(3, nn.Sequential(WrongLinear(48, SMALL[kind]), nn.GELU()))
+    modules = split([layer.to(dtype) for layer in layers], [2] * 4)
+    data = [tuple(torch.randn(2, 32, 48).to(dtype))]
+    arguments = make("pipedream_flush", 4, 16), modules, data, mse_loss, torch.optim.AdamW
+    return run(*arguments).check

@@ -5,7 +5,6 @@ The matrix, kind x precision x wing x optimizer x schedule, is printed with `pyt
 
 import ast
 import inspect
-import threading
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
@@ -392,71 +391,10 @@ def test_the_small_model_of_the_readme_many_times():
 # ---- small errors in a model that people train
 
 
-class Wrong(torch.autograd.Function):
-    """A weight, whose gradient a worker changes: `change(gradient, its calls so far)`."""
-
-    @staticmethod
-    def forward(ctx, weight, change, calls):
-        ctx.change, ctx.calls = change, calls
-        ctx.worker = threading.current_thread().name.startswith("pipelab device")
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if not ctx.worker:
-            return gradient, None, None
-        ctx.calls.append(gradient)
-        return ctx.change(gradient, ctx.calls), None, None
-
-
-class WrongLinear(nn.Linear):
-    def __init__(self, width, change):
-        super().__init__(width, width)
-        self.change, self.calls = change, []
-
-    def forward(self, x):
-        return F.linear(x, Wrong.apply(self.weight, self.change, self.calls), self.bias)
-
-
-def element(factor):
-    """Multiplies the largest element."""
-
-    def change(gradient, calls):
-        changed = gradient.clone()
-        changed.view(-1)[gradient.abs().argmax()] *= factor
-        return changed
-
-    return change
-
-
-def column_lost(gradient, calls):
-    return gradient * (torch.arange(gradient.shape[1]) > 0)
-
-
-SMALL = {
-    "right": lambda gradient, calls: gradient,
-    "times 1.01": lambda gradient, calls: gradient * 1.01,
-    "times 1.1": lambda gradient, calls: gradient * 1.1,
-    "an element times 1.1": element(1.1),
-    "an element times 1.3": element(1.3),
-    "the sign of an element": element(-1.0),
-    "a column lost": column_lost,
-    "one micro-batch lost": lambda gradient, calls: gradient * (len(calls) != 5),
-    "the last micro-batch twice": lambda gradient, calls: gradient * (1 + (len(calls) == 16)),
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", m.SMALL)
 def test_small_errors_of_a_deep_model_in_bfloat16(kind, dtype):
-    """In bfloat16 noise would hide all of these from a comparison with float64."""
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(7)]
-    layers.insert(3, nn.Sequential(WrongLinear(48, SMALL[kind]), nn.GELU()))
-    modules = split([layer.to(dtype) for layer in layers], [2] * 4)
-    data = [tuple(torch.randn(2, 32, 48).to(dtype))]
-    arguments = make("pipedream_flush", 4, 16), modules, data, F.mse_loss, torch.optim.AdamW
-    found = run(*arguments).check
+    found = m.small_error(kind, dtype)
     if kind == "right":
         assert found.passed and not found.ratio, found
     else:
