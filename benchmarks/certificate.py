@@ -77,9 +77,9 @@ def report(repeats: int = 1, sizes: Sizes = DEFAULT) -> str:
         paragraph(
             f"A cell is the smallest ratio of so many runs: {repeats}. It says how many times "
             "further from one device's training a broken run is than another order of its sums "
-            "explains; above 3 it fails. *bits*: equal to the last bit, as every right run. Where a "
-            "fault changes no bit it is none: in bfloat16, activations that are sent in bfloat16, or "
-            "0.1 % of a gradient. Three stages of two 8 x 8 "
+            "explains; above 3 it fails. *bits*: equal to the last bit, as every right run. Where "
+            "a fault changes no bit it is none: in bfloat16, activations that are sent in "
+            "bfloat16, or 0.1 % of a gradient. Three stages of two 8 x 8 "
             "layers with tanh, GPipe, two batches of 2.5 samples a micro-batch, SGD with momentum "
             "and a learning rate that falls; faults in one stage, those of a micro-batch in one of "
             "the first batch."

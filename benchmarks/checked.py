@@ -64,8 +64,8 @@ def words(repeats: int) -> str:
         "check's time as a multiple of that. The last column is the largest memory during a "
         "checked run less that before, which an unchecked one has reached: what the check adds. Of "
         "that, each batch takes 8: the run's own gradients and weights after every update, which "
-        "are kept for the check. The replay takes 16: a copy, its gradients, AdamW's two moments. "
-        "With 1,024 tokens the activations of the undivided batch come on top, however many weights "
+        "are kept for the check. The replay takes 16: a copy, gradients, AdamW's two moments. With "
+        "1,024 tokens the activations of the undivided batch come on top, however many weights "
         "there are."
     )
 

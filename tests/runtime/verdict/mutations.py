@@ -852,7 +852,7 @@ def element(factor):
     return change
 
 
-def column_lost(gradient, calls):
+def without_a_column(gradient, calls):
     return gradient * (torch.arange(gradient.shape[1]) > 0)
 
 
@@ -863,7 +863,7 @@ SMALL = {
     "an element times 1.1": element(1.1),
     "an element times 1.3": element(1.3),
     "the sign of an element": element(-1.0),
-    "a column lost": column_lost,
+    "a column lost": without_a_column,
     "one micro-batch lost": lambda gradient, calls: gradient * (len(calls) != 5),
     "the last micro-batch twice": lambda gradient, calls: gradient * (1 + (len(calls) == 16)),
 }
