@@ -237,6 +237,7 @@ class JaxModel:
 
     trees = TREES
     depends_on_cut = False
+    noise = 1e-4
     norm_eps = 2.0**-15  # the run squares in the type of its sums
     names: Sequence[Mapping[str, str]]
     ties: Sequence[Mapping[str, int]]

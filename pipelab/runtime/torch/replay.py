@@ -375,6 +375,7 @@ class TorchModel:
     ) -> None:
         self.modules, self.options, self.device = modules, options, device
         self.ties, self.start, self.first, self.repeats = ties, start, first, repeats
+        self.noise = 0.0 if device.type == "cpu" else 1e-4
         self.lanes, self.threads, self.sliced, self.draws = lanes, threads, sliced, draws
         self.names = names_in(modules)
         floats = [p.dtype for p in nn.ModuleList(modules).parameters() if _is_float(p)]

@@ -15,6 +15,8 @@ from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pipelab.runtime.batches import length_of, mean_losses, samples_of
 from pipelab.runtime.verdict.compare import distance, norm
 from pipelab.runtime.verdict.order import TABLE
@@ -41,6 +43,14 @@ ANOTHER = (
     "one you mean. If the loss should be a mean, return it, or (mean, count); if samples are "
     "coupled on purpose (load balancing, your own batch norm), give reference='microbatches'."
 )
+
+
+def differs_from_itself(what: str) -> str:
+    """A sentence about what one device computes twice, with other results."""
+    return (
+        f"{what[:1].upper()}{what[1:]}, computed twice on one device, differs: does a forward draw "
+        "random numbers? Then give the run a seed=, such as seed=0."
+    )
 
 
 class Replayed(NamedTuple):
@@ -121,8 +131,20 @@ class Batch:
                 "stage's output want a gradient."
             )
             return
+        if self._drawn(update):
+            self.reasons.append(differs_from_itself("the loss"))
+            return
         where = "" if compare == self._together else self._coupled(update)
         self.reasons.append((where or "The loss is not a mean over the samples.") + ANOTHER)
+
+    def _drawn(self, update: Replayed) -> bool:
+        """Whether one device's losses differ from themselves by more than kernels do."""
+        twice = []
+        for _ in range(2):
+            library = self.model.library("float64")
+            found = losses(library, self._placed(library, update), update.pieces)
+            twice.append(np.array([float(mean) for mean, _ in found.values()]))
+        return norm(distance(*twice)) > max(self.model.noise, 1e-9) * norm(twice[0])
 
     # ---- how far the batch and its micro-batches are apart, as a share
 

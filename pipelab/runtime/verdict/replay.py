@@ -116,6 +116,7 @@ class Model(Protocol):
 
     names  [stage], weight -> its name in the verdict; `ties` [stage of all copies], weight -> tie
     repeats         whether the replay is known to compute by the same kernels as all ranks
+    noise           how far off kernels are that do not repeat, as a share; 0 where all do
     norm_eps        how far off a norm is told, as a share
     precision       the name of the coarsest type that is trained, or of mixed precision
     depends_on_cut  whether a layer is known to normalize over the samples that it sees
@@ -125,6 +126,7 @@ class Model(Protocol):
     names: Sequence[Mapping[str, str]]
     ties: Sequence[Mapping[str, int]]
     repeats: bool
+    noise: float
     norm_eps: float
     precision: str
     depends_on_cut: bool

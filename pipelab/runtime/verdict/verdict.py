@@ -20,7 +20,7 @@ import numpy as np
 from pipelab.runtime.bar import Bar
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.orders import Step
-from pipelab.runtime.verdict.adds_up import Batch, Replayed
+from pipelab.runtime.verdict.adds_up import Batch, Replayed, differs_from_itself
 from pipelab.runtime.verdict.check import Check, How
 from pipelab.runtime.verdict.compare import EPS_32, LIMIT, distance, far, ratio
 from pipelab.runtime.verdict.order import Reading, added, reading_of
@@ -37,7 +37,6 @@ from pipelab.runtime.verdict.replay import (
 from pipelab.runtime.verdict.trained import Trained
 
 DELAY = 3.0  # seconds before a check shows a bar
-NEAR = 2e-6  # as a share: kernels that do not repeat to the last bit
 
 
 class Differs(Exception):
@@ -319,14 +318,14 @@ class _Pass:
         """
         check, model, own = self.check, self.model, owns[0]
         check.compared += 1
+        again = self.first.get(name, own)
+        if not model.same(own, again):  # computed twice
+            self._differs_from_itself(name, own, again)
         if model.same(run, own):
             return
         if self.how is How.BITS:
             self.first[name] = own
             raise Differs
-        again = self.first.get(name, own)
-        if not model.same(own, again):  # computed twice
-            self._differs_from_itself(name, *map(model.numbers, (own, again)), eps)
         there, wanted = model.numbers(run), model.numbers(own if exact is None else exact)
         if len(owns) > 1:
             off = far(there, wanted, model.numbers(owns[1]), eps)
@@ -341,11 +340,10 @@ class _Pass:
             both = {"run": there, "one device": model.numbers(own)}
             check.tensors = {} if check.passed else both
 
-    def _differs_from_itself(self, name: str, own: Any, again: Any, eps: float) -> None:
+    def _differs_from_itself(self, name: str, own: Any, again: Any) -> None:
         """What one device has computed twice, with other results."""
-        if far(own, again, again, max(4 * eps, NEAR)) > 1:
-            raise Unrepeatable(
-                f"{name[:1].upper()}{name[1:]}, computed twice on one device, differs: does a "
-                "forward draw random numbers? Then give the run a seed=, such as seed=0."
-            )
+        noise, model = self.model.noise, self.model
+        once, twice = model.numbers(own), model.numbers(again)
+        if far(once, twice, twice, noise and max(noise, model.eps(own))) > 1:
+            raise Unrepeatable(differs_from_itself(name))
         self.may_be_rounding = True  # kernels that do not repeat to the last bit

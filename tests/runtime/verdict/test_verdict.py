@@ -1,5 +1,6 @@
 """What the check has to see, and what it must not mistake for an error, case by case."""
 
+import random
 import threading
 from functools import partial
 
@@ -521,6 +522,25 @@ def test_a_buffer_that_becomes_nan_in_both():
 
     found = run(GPIPE, [Broken(), linear()], data(), F.mse_loss, SGD).check
     assert found.passed, found  # nan equals nan
+
+
+class Jittered(nn.Linear):
+    """Multiplies by a random number that torch knows nothing of."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + self.share * random.random())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.1, 0.01, 1e-4])
+def test_small_draws_of_any_kind_are_called_so(share, dtype):
+    # Was: "couples samples", or a loss some times further than another order of its sums.
+    modules = [linear(), Jittered(WIDTH, WIDTH)]
+    modules[1].share = share
+    modules = [m.to(dtype) for m in modules]
+    found = run(GPIPE, modules, data(dtype=dtype), F.mse_loss, SGD).check
+    assert not found.passed and "couples" not in str(found), found
+    assert "computed twice on one device, differs" in str(found), found
 
 
 # ---- losses that are no mean
