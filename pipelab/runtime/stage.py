@@ -354,8 +354,9 @@ class CountingStage(Stage):
             return count
         # Gradients are sums; the norm is of their mean.
         self.norm = square() ** 0.5 / count
-        # nan stays nan
-        return count / float(np.minimum(1.0, self.options.clip / (self.norm + 1e-6)))
+        # nan stays nan; an infinite norm leaves nothing of what is finite, as in torch
+        factor = float(np.minimum(1.0, self.options.clip / (self.norm + 1e-6)))
+        return count / factor if factor else np.inf
 
     def measure(self, microbatch: int, output: Any, target: Any) -> None:
         """Record the metrics of an evaluated micro-batch, and its output if asked for."""

@@ -341,7 +341,7 @@ class Joined:
         """By stage, the gradients of the mean over all that counts, times a factor."""
         found = []
         for keys, count, factor in zip(self.keys, self.counts, factors, strict=True):
-            divisor = (count or 1.0) / factor
+            divisor = (count or 1.0) / factor if factor else np.inf
             of_stage = {name: self.sums[key] for name, key in keys.items()}
             found.append(self.library.divided(of_stage, divisor))
         return found

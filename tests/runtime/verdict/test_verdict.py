@@ -524,6 +524,18 @@ def test_a_buffer_that_becomes_nan_in_both():
     assert found.passed, found  # nan equals nan
 
 
+@pytest.mark.parametrize("factor", [1e200, torch.inf])
+def test_an_infinite_norm_clips_as_torch_does(factor):
+    # Was: ZeroDivisionError.
+    modules = stages(2)
+    before = modules[0].state_dict()["0.weight"].clone()
+    loss = lambda y, t: F.mse_loss(y, t) * factor  # noqa: E731
+    found = run(GPIPE, modules, batches(2), loss, SGD, clip=1.0, finite=False)
+    after = found.weights[0]["0.weight"]
+    assert torch.equal(after, before) if factor < torch.inf else after.isnan().any()
+    assert found.check.passed, found.check
+
+
 class Jittered(nn.Linear):
     """Multiplies by a random number that torch knows nothing of."""
 
