@@ -316,7 +316,7 @@ def digest_of_optimizer(optimizer: optax.GradientTransformation, parameters: Seq
 
     def step(weights: Any) -> Any:
         state = optimizer.init(weights)
-        return state, step_of(optimizer)(weights, state, weights)
+        return state, _step(optimizer, weights, state, weights)
 
     return of_program(lambda stages: list(map(step, stages)), parameters)
 
@@ -324,12 +324,15 @@ def digest_of_optimizer(optimizer: optax.GradientTransformation, parameters: Seq
 def step_of(optimizer: optax.GradientTransformation) -> Callable:
     """The optimizer's jitted step: (weights, state, gradient) -> (weights, state)."""
 
-    def step(weights: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
-        change, state = optimizer.update(gradient, state, weights)
-        return optax.apply_updates(weights, change), state
-
     # Nothing is donated: the version that it starts from may still have readers.
-    return jax.jit(step, compiler_options=EXACT)
+    return jax.jit(partial(_step, optimizer), compiler_options=EXACT)
+
+
+def _step(
+    optimizer: optax.GradientTransformation, weights: Any, state: Any, gradient: Any
+) -> tuple[Any, Any]:
+    change, state = optimizer.update(gradient, state, weights)
+    return optax.apply_updates(weights, change), state
 
 
 @jax.jit

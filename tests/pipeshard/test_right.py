@@ -86,7 +86,7 @@ def test_places_that_the_batch_has_may_be_those_of_other_samples():
         return jnp.mean(jax.lax.gather(out.T, batch["places"], dimensions, (1, 1), mode="clip"))
 
     places = np.stack([np.zeros(16, np.int32), np.arange(16, dtype=np.int32)[::-1]], axis=1)
-    assert_refused("neither a mean nor a sum", loss, {**data(16), "places": places})
+    assert_refused("does not keep the samples apart", loss, {**data(16), "places": places})
 
 
 def indexed(samples=16):
@@ -446,7 +446,7 @@ def test_what_a_first_batch_does_not_show(loss, leaf, later):
     first = data(16) | {"label": np.arange(16, dtype=np.int32) % 3}
     assert error(first) < 1e-5
     assert error(first | {leaf: later(first[leaf])}) > 1e-2
-    assert_refused("neither a mean nor a sum over the batch", loss, first)
+    assert_refused("micro-batches do not add up to the batch", loss, first)
 
 
 # ---- micro-batches of one sample

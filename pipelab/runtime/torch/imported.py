@@ -59,8 +59,10 @@ def _note(value: Any, name: str, found: Facts, seen: set[int]) -> None:
         return
     value = _plainer(value)
     if isinstance(value, FunctionType):
-        # A library may have wrapped its own by now, as torch does with optimizers' steps.
-        found[name] |= {_digest_of(f.__code__) for f in _layers_of(value)}
+        # What a script or a notebook defines is sent as it is. And a library may have wrapped its
+        # own by now, as torch does with optimizers' steps.
+        sent = value.__module__ == "__main__"
+        found[name] |= {_digest_of(f.__code__) for f in _layers_of(value) if not sent}
     elif not isinstance(value, type):
         found[name].add(type(value).__qualname__)
     if id(value) in seen:

@@ -489,7 +489,7 @@ def test_counts_are_exact_whatever_the_model_computes_in(monkeypatch, name, off,
 
 
 def test_a_buffer_without_elements():
-    # Was: not checked, since the reference failed.
+    # Was: not checked, since the check itself failed.
     modules = [linear(), linear()]
     modules[0].register_buffer("empty", torch.zeros(0, 3))
     found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
@@ -497,7 +497,7 @@ def test_a_buffer_without_elements():
 
 
 def test_a_checkpoint_that_lacks_something_fails_the_check(monkeypatch, tmp_path):
-    # Was: not checked, since the reference failed.
+    # Was: not checked, since the check itself failed.
     def resume_state(stage, call):
         state = call()
         del state.optimizer["0.weight"]
