@@ -32,8 +32,9 @@ check: .venv/.ready  ## after a small change: lint, types, the quick tests of th
 	$(BIN)/mypy
 	$(UNIT) -m 'not timed and not thorough' tests/table tests/schedules tests/predict tests/plot tests/house/test_layers.py
 
-fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against its reference
+fuzz: .venv/.ready  ## 10,000 random tables through the executor, and 1,000 random runs, each against one device
 	PIPELAB_FUZZ=10000 $(BIN)/pytest tests/runtime/test_run.py -k random_tables
+	$(BIN)/python -m tests.runtime.verdict.fuzz 1000
 
 mutants: .venv/.ready  ## one wrong token at a time in table/, predict/, bounds and faults: do their own tests see it?
 	$(BIN)/python tests/house/mutants.py

@@ -77,6 +77,13 @@ class JaxLibrary:
         loss = (y, float(piece.samples if count is None else count)) if last else None
         return loss or y, (), _Ran(s, arguments, pull, made, loss)
 
+    def again(self, kept: _Ran) -> tuple[_Ran, None]:
+        if kept.pull is None:
+            with self._active():
+                made, pull, _ = self._programs[kept.s].graph(*kept.arguments)
+            kept = kept._replace(outputs=made, pull=pull)
+        return kept, None  # the loss that is reported is that of the first forward
+
     def start(self, kept: _Ran, unit: float) -> tuple[Any, float]:
         assert kept.loss is not None
         mean, count = kept.loss
@@ -86,9 +93,6 @@ class JaxLibrary:
 
     def pull(self, kept: _Ran, gradient: Any, owed: Any, weighs: bool, sums: Sums) -> tuple:
         with self._active():
-            if kept.pull is None:
-                made, pull, _ = self._programs[kept.s].graph(*kept.arguments)
-                kept = kept._replace(outputs=made, pull=pull)
             parameters, floats = kept.arguments[:2]
             if not sums:
                 sums.update(

@@ -19,6 +19,8 @@ from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, equal, load_buffers
 from pipelab.runtime.verdict.replay import Piece, Sums, Weights, replay
 
+Buffers = dict[tuple[nn.Module, str], Tensor | None]
+
 
 class _Ran(NamedTuple):
     """What the backward of a forward takes.
@@ -44,8 +46,7 @@ class _Again(NamedTuple):
     piece: Piece
     weights: Weights
     x: Any
-    buffers: Mapping[str, Tensor]
-    loss: Any
+    buffers: Buffers
 
 
 class TorchLibrary:
@@ -73,7 +74,8 @@ class TorchLibrary:
         self.draws, self._draws = draws, dict[tuple[int, int], bool]()
         self.options, self.device, self.sliced, self.wide = options, device, sliced, wide
         self.lanes, self.stages, self.threads = lanes, len(modules), threads
-        made: Any = nn.ModuleList(copies_of(modules) for _ in range(lanes)).to(device)
+        copies = (copies_of(modules, empty=True) for _ in range(lanes))
+        made: Any = nn.ModuleList(copies).to(device)
         self.modules = made
         if not options.training:
             self.modules.eval()
@@ -84,7 +86,6 @@ class TorchLibrary:
             tensor.data = self._widened(tensor.data)  # in place, so that tied ones stay tied
         for p in self.modules.parameters():
             p.grad_dtype = sum_type(p.dtype)
-            p.data = p.data.new_empty(0)
         self._begun = self._remembered()
 
     # ---- a micro-batch through a stage
@@ -93,11 +94,10 @@ class TorchLibrary:
         training, x = self.options.training, x if s else self.moved(x)
         if training and not piece.again:
             return self._graph(s, weights, x, past, piece)
-        before = self._copied_buffers(piece.lane, s) if training else {}
+        before: Buffers = self._copied_buffers(piece.lane, s) if training else {}
         with torch.no_grad():
             y, left, loss = self._run(s, weights, _copied(x), _copied(past), piece)
-        again = _Again(s, piece, weights, x, before, loss)
-        return (y if loss is None else loss), left, again
+        return (y if loss is None else loss), left, _Again(s, piece, weights, x, before)
 
     def _graph(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
         """A forward with its graph."""
@@ -140,19 +140,23 @@ class TorchLibrary:
 
     # ---- its pull
 
+    def again(self, kept: Any) -> tuple[Any, Any]:
+        if not isinstance(kept, _Again):
+            return kept, None
+        now = self._copied_buffers(kept.piece.lane, kept.s)
+        _put(kept.buffers)
+        loss, _, ran = self._graph(kept.s, kept.weights, kept.x, (), kept.piece)
+        _put(now)
+        return ran, loss
+
     def start(self, kept: Any, unit: float) -> tuple[Any, float]:
-        mean, count = kept.loss if isinstance(kept, _Again) else (kept.ends[0], kept.counts)
+        mean, count = kept.ends[0], kept.counts
         # The loss's type may not hold the count: what weighs the gradient is what is counted.
         weight = torch.tensor(count / unit, dtype=mean.dtype, device="cpu").item()
         start = torch.full_like(mean.detach(), weight)
         return [None if self.sliced and not count else start], weight
 
     def pull(self, kept: Any, gradient: Any, owed: Any, weighs: bool, sums: Sums) -> tuple:
-        if isinstance(kept, _Again):
-            s, lane, now = kept.s, kept.piece.lane, self._copied_buffers(kept.piece.lane, kept.s)
-            load_buffers(self.modules[lane][s], kept.buffers, self.device)
-            _, _, kept = self._graph(s, kept.weights, kept.x, (), kept.piece)
-            load_buffers(self.modules[lane][s], now, self.device)
         named, ends = self.named[kept.piece.lane][kept.s], kept.ends
         self._bind(kept.s, kept.weights, kept.piece.lane)
         for name, p in named.items():
@@ -272,8 +276,15 @@ class TorchLibrary:
         for name, p in self.named[lane][s].items():
             p.data = weights[name]
 
-    def _copied_buffers(self, lane: int, s: int) -> dict[str, Tensor]:
-        return {n: b.detach().clone() for n, b in self.modules[lane][s].named_buffers()}
+    def _copied_buffers(self, lane: int, s: int) -> Buffers:
+        """By their places; what is one stays one."""
+        places = {
+            (part, name): buffer
+            for part in self.modules[lane][s].modules()
+            for name, buffer in part._buffers.items()
+        }
+        copies = {id(b): None if b is None else b.detach().clone() for b in places.values()}
+        return {place: copies[id(b)] for place, b in places.items()}
 
     def moved(self, data: Any) -> Any:
         """Copies on the device, since layers may work in place."""
@@ -483,7 +494,7 @@ class TorchSteps:
             for name, p in of_stage.items():
                 value = start[s].newest()[name] if start else p.detach()
                 if id(p) not in made:
-                    made[id(p)] = nn.Parameter(value.to(device, copy=True), p.requires_grad)
+                    made[id(p)] = nn.Parameter(value.to(device), p.requires_grad)
                     vars(made[id(p)]).update(vars(p))
         self.handles = [{name: made[id(p)] for name, p in of.items()} for of in named]
         # [2] optimizers, as begun or as a checkpoint left them
@@ -542,6 +553,11 @@ def sum_type(dtype: torch.dtype) -> torch.dtype:
     """The type in which gradients are added up."""
     narrow = dtype.is_floating_point and torch.finfo(dtype).bits < 32
     return torch.float32 if narrow else dtype
+
+
+def _put(buffers: Buffers) -> None:
+    for (part, name), buffer in buffers.items():
+        part._buffers[name] = buffer
 
 
 def _copied(tree: Any) -> Any:

@@ -41,15 +41,21 @@ TREES = Trees(
 )
 
 
-def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
-    """Copies made together, so tied weights stay one; with the weights' attributes."""
-    originals = nn.ModuleList(modules)
+def copies_of(modules: Sequence[nn.Module], *, empty: bool = False) -> nn.ModuleList:
+    """Copies made together, so tied weights stay one; with the weights' attributes.
+
+    empty  whether the weights have no values, and take no memory
+    """
+    originals, others = nn.ModuleList(modules), dict[int, Any]()
+    if empty:
+        for p in originals.parameters():
+            others[id(p)] = nn.Parameter(p.detach().new_empty(0), p.requires_grad)
     try:
-        copies = copy.deepcopy(originals)
+        copies = copy.deepcopy(originals, dict(others))
     except RuntimeError:
         # It refuses what an earlier forward has left with its graph, such as weight_norm's weight,
         # which the next one computes again, and matrices in CSR.
-        others = {
+        others |= {
             id(leaf): leaf.detach().clone()
             for part in originals.modules()
             for leaf in pytree.tree_leaves(vars(part))

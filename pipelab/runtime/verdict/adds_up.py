@@ -180,12 +180,12 @@ class Batch:
     ) -> float:
         """The largest share by which a stage's gradients differ."""
         numbers, apart, sizes = self.model.numbers, [], []
-        for s, means in enumerate(joined.means([1.0] * len(joined.counts))):
+        for s, (keys, counted) in enumerate(zip(joined.keys, joined.counts, strict=True)):
             gaps, own = [], []
-            for name, mean in means.items():
-                mean = numbers(mean)
+            for name, key in keys.items():
+                mean = numbers(joined.sums[key]) / counted
                 if (other := whole.get(f"{s}.{name}")) is None:
-                    if norm(mean) and joined.keys[s][name] == (s, name):
+                    if norm(mean) and key == (s, name):
                         self.missing = self.model.names[s][name]
                         return inf
                     continue  # a tied weight is in its first stage

@@ -66,6 +66,9 @@ class Library(Protocol):
         Returns the output, what it leaves for the sequence's next slice, and what `pull` takes.
         """
 
+    def again(self, kept: Any) -> tuple[Any, Any]:
+        """Run a forward again where that is due: what `pull` takes, and a new loss, if any."""
+
     def start(self, kept: Any, unit: float) -> tuple[Any, float]:
         """The gradient of a loss that counts this much, and count / unit in the loss's type."""
 
@@ -219,7 +222,7 @@ def replay(
             for sequence in sorted(together, key=lambda q: q[0].number):
                 ran[sequence[0].number] = _forward(library, weights, sequence, found)
             for sequence in together:
-                _backward(library, sequence, ran.pop(sequence[0].number), unit, adders)
+                _backward(library, sequence, ran.pop(sequence[0].number), unit, adders, found)
         counts[lane] = [adder.counted for adder in adders]
     return Total(sums, sizes, counts, found)
 
@@ -259,17 +262,22 @@ def _backward(
     ran: list[list[Any]],
     unit: float,
     adders: Sequence["_Adder"],
+    losses: dict[Key, tuple[Any, float]],
 ) -> None:
     """Pull a sequence's gradients through the stages, from its last slice to its first."""
     owed: list[Any] = [()] * library.stages
     for piece in reversed(sequence):
         kept = [of_stage.pop() for of_stage in ran]
-        gradient, count = library.start(kept[-1], unit)
+        ran_again, loss = library.again(kept.pop())
+        if loss is not None:
+            losses[piece.lane, piece.number] = loss
+        gradient, count = library.start(ran_again, unit)
         # A slice that counts nothing may owe gradients to those that look back at it.
         weighs = bool(count) or len(sequence) > 1
         for s in reversed(range(library.stages)):
             sums = adders[s].sums_for(piece.number)
-            gradient, owed[s] = library.pull(kept.pop(), gradient, owed[s], weighs, sums)
+            left = library.again(kept.pop())[0] if s < library.stages - 1 else ran_again
+            gradient, owed[s] = library.pull(left, gradient, owed[s], weighs, sums)
             adders[s].add(piece.number, count, sums)
 
 
@@ -323,6 +331,7 @@ class Joined:
             replicas: Sums = {}
             for lane in range(copy, lanes, copies):
                 library.add(replicas, sums[lane][s])
+                sums[lane][s] = {}  # which frees those of all lanes but the first
                 self.counts[s] += total.counts[lane][s]
             for name, gradient in replicas.items():
                 tied = name in of_stage
@@ -338,11 +347,16 @@ class Joined:
         return [square**0.5 / (count or 1) for square, count in zip(own, self.counts, strict=True)]
 
     def means(self, factors: Sequence[float]) -> list[Sums]:
-        """By stage, the gradients of the mean over all that counts, times a factor."""
+        """By stage, the gradients of the mean over all that counts, times a factor; once."""
         found = []
-        for keys, count, factor in zip(self.keys, self.counts, factors, strict=True):
+        for s, (keys, count, factor) in enumerate(
+            zip(self.keys, self.counts, factors, strict=True)
+        ):
             divisor = (count or 1.0) / factor if factor else np.inf
-            of_stage = {name: self.sums[key] for name, key in keys.items()}
+            of_stage = {
+                name: self.sums.pop(key) if key == (s, name) else self.sums[key]
+                for name, key in keys.items()
+            }
             found.append(self.library.divided(of_stage, divisor))
         return found
 

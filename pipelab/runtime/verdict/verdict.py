@@ -30,7 +30,6 @@ from pipelab.runtime.verdict.replay import (
     Model,
     Piece,
     Placed,
-    Sums,
     losses,
     replay,
 )
@@ -114,8 +113,7 @@ class _Pass:
         with Bar("check", table.total * self.run.options.replicas, DELAY) as bar:
             for i, pieces in enumerate(self.pieces):
                 if training:
-                    means = self._update(i, pieces)
-                    self._step(i, means[0])
+                    self._step(i, self._update(i, pieces))
                 else:
                     each = zip(self.libraries, self.placed, strict=True)
                     found = [losses(one, placed, pieces) for one, placed in each]
@@ -126,8 +124,8 @@ class _Pass:
 
     # ---- an update
 
-    def _update(self, i: int, pieces: Sequence[Piece]) -> list[list[Sums]]:
-        """Compare an update's losses and gradients; returns its mean gradients, of each library."""
+    def _update(self, i: int, pieces: Sequence[Piece]) -> list[set[str]]:
+        """Compare an update's losses and gradients; returns which weights have one, by stage."""
         model, order, sized = self.model, added(self.table, i), self.how is How.SUMS
         totals = [
             replay(one, placed, pieces, order, self.run.unit, sized=sized)
@@ -139,6 +137,7 @@ class _Pass:
             Joined(one, of, of.sums, model.ties)
             for one, of in zip(self.libraries, totals, strict=True)
         ]
+        self._adds_up(i, pieces, order, totals[0].losses, joined[0])
         factors = self._clipped(i, joined[0], made)
         means = [one.means(factors) for one in joined]
         if sized:
@@ -161,8 +160,7 @@ class _Pass:
                     terms=len(pieces),
                 )
             self._alike(i, s, "gradients", "the gradient of")
-        self._adds_up(i, pieces, order, totals[0].losses, joined[0])
-        return means
+        return [set(of_stage) for of_stage in means[0]]
 
     def _adds_up(self, number: int, *rest: Any) -> None:
         pieces, *others = rest
@@ -207,7 +205,7 @@ class _Pass:
     def _number(self, i: int) -> int:
         return self.run.segment.done.updates + i
 
-    def _step(self, i: int, used: Sequence[Sums]) -> None:
+    def _step(self, i: int, used: Sequence[set[str]]) -> None:
         """Compare an update's new weights, and go on with the run's own."""
         model, t, made = self.model, self._number(i), [of[i] for of in self.run.steps[0]]
         needed = self._read_after(i)
