@@ -324,7 +324,7 @@ def test_a_model_that_fails_on_the_sample():
         layers_of(model_of("GPT2LMHeadModel"), {"input_ids": torch.full((2, 3), 64)})
 
 
-def test_a_convolution_in_front_is_judged_in_float64():
+def test_a_run_with_a_convolution_in_front_is_checked():
     class Speech(nn.Module):
         main_input_name = "sound"
 
@@ -345,7 +345,7 @@ def test_a_convolution_in_front_is_judged_in_float64():
     batch = {"sound": sound}, torch.randn(8, 6, 8)
     given = pipelab.make("gpipe", 3, 4), stages, [batch], nn.functional.mse_loss
     check = pipelab.run(*given, partial(torch.optim.SGD, lr=0.1)).check
-    assert check.passed and check.precision == "float64"
+    assert check.passed and not check.unjudged, check
 
 
 @pytest.mark.parametrize("kind", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])

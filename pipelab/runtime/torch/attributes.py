@@ -270,6 +270,9 @@ def kept_by_modules(
     return copied_together(found, lambda tensor: tensor.to("cpu", copy=True))
 
 
+Look = Callable[[], dict[str, dict[str, Any]]]  # by the names of parts, what attributes hold
+
+
 class FirstAgain:
     """A look at the first forward that runs again: whether attributes are as after its first run.
 
@@ -277,26 +280,25 @@ class FirstAgain:
     the same.
     """
 
-    def __init__(self, module: nn.Module, weights: Callable[[], Iterable[Tensor]]) -> None:
-        self._look = lambda: of_modules(module, weights())
+    def __init__(self) -> None:
         self._first: tuple[int, Any] | None = None
         self._done = False
 
-    def note(self, microbatch: int) -> None:
-        """After a forward that will run again."""
+    def note(self, microbatch: int, look: Look) -> None:
+        """After a forward that will run again; `look` finds what attributes hold."""
         if not self._done and self._first is None:
-            self._first = microbatch, self._look()
+            self._first = microbatch, look()
 
     @contextmanager
-    def again(self, microbatch: int) -> Iterator[None]:
+    def again(self, microbatch: int, look: Look) -> Iterator[None]:
         """The context of that forward's second run. ValueError if it changed something again."""
         if self._done or self._first is None or self._first[0] != microbatch:
             yield
             return
-        before, (_, first) = self._look(), self._first
+        before, (_, first) = look(), self._first
         self._first, self._done = None, True
         yield
-        for name, now in self._look().items():
+        for name, now in look().items():
             for attribute in changed(before.get(name, {}), now):
                 if first.get(name, {}).get(attribute) != now[attribute]:
                     raise ValueError(

@@ -83,7 +83,7 @@ class TorchStage(VersionedStage):
             with torch.no_grad(), _unwritten(copied, leaves):
                 output = self._apply(microbatch, copied, target)[0]
             if self.training:
-                self._first_again.note(microbatch)
+                self._first_again.note(microbatch, self.look)
         # A number on a GPU would have to be waited for: see `update`.
         if self.last and (self._on_cpu or not self.options.finite):
             self.check_loss(microbatch)
@@ -220,7 +220,7 @@ class TorchStage(VersionedStage):
         kept = self._kept.pop(microbatch)
         if self.fed[microbatch].recompute:
             self.device.ledger.drop(self.key(microbatch))
-            with as_they_were(kept.buffers), self._first_again.again(microbatch):
+            with as_they_were(kept.buffers), self._first_again.again(microbatch, self.look):
                 _, kept = self._compute(microbatch, kept.x)
         owed = self._owed.pop(microbatch, [])
         if kept.mean is None:

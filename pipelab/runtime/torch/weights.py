@@ -359,7 +359,7 @@ class VersionedStage(CountingStage):
     def attributes(self) -> dict[str, str]:
         return {
             f"{part}.{name}".removeprefix("."): str(attributes[name])
-            for part, attributes in of_modules(self.module, self._every_weight()).items()
+            for part, attributes in self.look().items()
             for name in changed(self._as_made.get(part, {}), attributes)
             if not name.endswith("_hooks")
         }
@@ -383,8 +383,8 @@ class VersionedStage(CountingStage):
                 f"the optimizer moves weight {name} to memory of its own when it is made, where "
                 "versions of it would be lost: let its step change the weights that it was given"
             )
-        self._as_made = of_modules(self.module, self._every_weight())
-        self._first_again = FirstAgain(self.module, self._every_weight)
+        self._as_made = self.look()
+        self._first_again = FirstAgain()
         if self.optimizer:
             trained = [self._handles[name] for name in self._trained]
             again = partial(make_optimizer, self.options.optimizer, names=names)
@@ -413,6 +413,10 @@ class VersionedStage(CountingStage):
         self.device.ledger.ignore(id(self), (*every, *buffers))
         latest = _bytes(self.weights[self.latest].values())
         self._of_weights = latest, _bytes(every) - latest  # the versions kept beside it
+
+    def look(self) -> dict[str, dict[str, Any]]:
+        """What attributes of the module and its parts hold."""
+        return of_modules(self.module, self._every_weight())
 
     def _every_weight(self) -> list[Tensor]:
         return [p for of_version in self.weights.values() for p in of_version.values()]
