@@ -275,7 +275,8 @@ class _Device:
         """The wait of a device of several stages: forwards that fit, then its first b."""
         shares = [s.share for s in self.stages]
         if max(shares) - min(shares) < ROUNDING:  # else parts of a micro-batch may fit as well
-            memory = math.floor(memory / shares[0] + ROUNDING) * shares[0]
+            most = self.microbatches * len(shares)
+            memory = math.floor(min(most, memory / shares[0] + ROUNDING)) * shares[0]
         fit = 0.0
         for s in sorted(self.stages, key=lambda s: s.share / max(s.forward, ROUNDING)):
             count = min(self.microbatches, memory / s.share) if s.share else self.microbatches
@@ -309,7 +310,7 @@ class _Device:
     def _fit(self, memory: float, share: float) -> int:
         """Micro-batches that fit, each with this share of the device's activations."""
         m = self.microbatches
-        return min(m, math.floor(memory / share + ROUNDING)) if share else m
+        return math.floor(min(m, memory / share + ROUNDING)) if share else m
 
 
 def _devices(costs: Costs, home: Sequence[int], microbatches: int, split: bool) -> list[_Device]:
