@@ -30,7 +30,7 @@ class AutoPlan(ManualStages):
 
     fewest: ClassVar[int] = 1  # one stage, if that is the fastest
     chosen: tuple[StageProfile, ...] = ()
-    every: Callable[[], tuple[StageProfile, ...]] = tuple
+    every: Callable[[], tuple[StageProfile, ...]] = lambda: ()
     possible: int = 0
     seconds: float = math.inf
     microbatches: int = 1
