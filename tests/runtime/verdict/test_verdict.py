@@ -2,6 +2,7 @@
 
 import random
 import threading
+import warnings
 from functools import partial
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pipelab import Recompute, RunError, evaluate, make, run
 from pipelab.runtime.torch.stage import TorchStage
@@ -725,3 +727,41 @@ def test_a_mean_whose_gradient_is_a_sums_is_seen_though_nothing_can_be_judged(
     data = [tuple(torch.randn(2, 16, 6, dtype=precision)) for _ in range(2)]
     done = run(make("gpipe", 2, 4, batches=2), model, data, loss, SGD)
     assert not done.check.passed and NOT_A_MEAN in str(done.check)
+
+
+# ---- what one device and a pipeline have alike, or have not
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["input", "target"])
+def test_what_is_nan_on_one_device_is_right(where):
+    pairs = [list(pair) for pair in data()]
+    pairs[0][where][0, 0] = torch.nan
+    found = run(GPIPE, stages(2, dtype=torch.float32), pairs, F.mse_loss, SGD, finite=False).check
+    assert found.passed and not found.ratio, found
+
+
+@pytest.mark.parametrize("scale", [1e100, 1e200])
+def test_losses_near_the_largest_number(scale):
+    pairs = [(x, scale**0.5 * y) for x, y in data(dtype=torch.float64)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run(GPIPE, stages(2), pairs, F.mse_loss, SGD).check
+    assert found.passed and not found.ratio, found
+
+
+class Reentrant(nn.Module):
+    """On one device nothing before it wants a gradient, so it gets none."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_weight_that_one_device_would_not_train():
+    modules = [nn.Tanh(), nn.Sequential(Reentrant(), linear())]
+    found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
+    assert not found.passed and "One device would give 1.0.inner.weight no gradient" in str(found)
