@@ -40,7 +40,8 @@ def make_optimizer(
         optimizers = [optimizer, *inner, *stepped]
         # What deepcopy finds in its memo it takes as copied: weights and optimizers stay what they
         # are, wherever they are named.
-        copies = {id(x): x for x in (*weights, *optimizers, *schedulers)}  # these stay
+        stay = {id(x): x for x in (*weights, *optimizers, *schedulers)}
+        copies = dict(stay)
         given = [*optimizer.param_groups]
         for x in optimizers:  # an optimizer around another one has its list, or its groups
             x.param_groups[:] = _copied(x, x.param_groups, copies)
@@ -49,6 +50,9 @@ def make_optimizer(
         for group in given:  # a scheduler that has written into a tensor has noted what it was
             if isinstance(group.get("lr"), Tensor) and "initial_lr" in group:
                 group["lr"].copy_(group["initial_lr"])
+        for x in optimizers:  # torch's keep there what they were given, too
+            if "defaults" in vars(x):
+                x.defaults = _copied(x, x.defaults, dict(stay))
     return optimizer, schedulers
 
 

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as rates
 
 from pipelab import RunError, make, run
 from pipelab.models import split
+from pipelab.runtime.torch.optimizers import make_optimizer
 from tests.runtime.test_run import batches, stages
 
 
@@ -62,6 +63,15 @@ def test_a_learning_rate_tensor_is_every_stages_own_after_resume(tmp_path):
     assert rest.check.passed, rest.check
     before, after = ([t for of in r.weights for t in of.values()] for r in (whole, rest))
     assert all(map(torch.equal, before, after))
+
+
+def test_what_an_optimizer_was_given_is_its_own_too():
+    # Was: the caller's tensor, into which the making of other stages' schedulers writes meanwhile.
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    optimizer, _ = make_optimizer(scheduled("warmed up", rate), weights)
+    assert optimizer.defaults["lr"] is not rate
+    assert optimizer.defaults["lr"] == rate == 0.1
 
 
 # ---- other things that a factory may share
