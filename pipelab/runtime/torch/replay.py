@@ -492,9 +492,11 @@ class TorchSteps:
         made: dict[int, nn.Parameter] = {}
         for s, of_stage in enumerate(named):
             for name, p in of_stage.items():
-                value = start[s].newest()[name] if start else p.detach()
+                value = (start[s].newest()[name] if start else p.detach()).to(device)
                 if id(p) not in made:
-                    made[id(p)] = nn.Parameter(value.to(device), p.requires_grad)
+                    # What is made in inference mode cannot want a gradient.
+                    value = value.clone() if value.is_inference() else value
+                    made[id(p)] = nn.Parameter(value, p.requires_grad)
                     vars(made[id(p)]).update(vars(p))
         self.handles = [{name: made[id(p)] for name, p in of.items()} for of in named]
         # [2] optimizers, as begun or as a checkpoint left them
