@@ -25,6 +25,8 @@ include_patterns = [
     "benchmarks/*.md",
     "benchmarks/gpu/*.md",
     "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
 ]
 exclude_patterns = [".*", "**/.*", "build", "images", "pipelab", "tests", "**/__pycache__"]
 

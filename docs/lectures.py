@@ -23,7 +23,8 @@ STATES = "application/vnd.jupyter.widget-state+json"
 NO_KERNEL = "\n(This page has no kernel: open the lecture in JupyterLab.)"
 GUESSED = "Guess first: replace None, then press Check."
 TRIED = "Not attempted yet: replace None, then press Check."
-CODE_LINK = re.compile(r"\[([^\]]*)\]\(pipelab/[^)]*\)")  # the site has the reference instead
+# Links to code: the site has the reference instead.
+CODE_LINK = re.compile(r"\[([^\]]*)\]\((?:\.\./)?pipelab/[^)]*\)")
 
 
 def sentences(text: str) -> list[str]:
@@ -144,7 +145,7 @@ def read(_app: Sphinx, name: str, source: list[str]) -> None:
         notebook = json.loads(source[0])
         prepare(notebook, name)
         source[0] = json.dumps(notebook)
-    elif name == "README":
+    else:
         source[0] = CODE_LINK.sub(r"\1", source[0])
 
 

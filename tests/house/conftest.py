@@ -23,7 +23,7 @@ DESK = {"width": 1400, "height": 1000}
 def made_of():
     """A word for what the site is made of: any byte changes it."""
     folders = ("docs", "notebooks", "pipelab", "benchmarks", "images")
-    files = [ROOT / "README.md", *(f for folder in folders for f in (ROOT / folder).rglob("*"))]
+    files = [*ROOT.glob("*.md"), *(f for folder in folders for f in (ROOT / folder).rglob("*"))]
     tools = sys.version, version("sphinx"), version("myst-nb"), bool(shutil.which("npm"))
     word = hashlib.sha256(repr(tools).encode())
     for file in sorted(files):

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 GLOSSARY = FOLDER / "glossary.md"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LECTURES = sorted(FOLDER.glob("*.ipynb"))
 LINK = re.compile(r"\]\((?:[\w./]*/)?glossary\.md(?:#([^)]*))?\)")
 OTHER_MEANINGS = (
@@ -141,9 +141,7 @@ def test_the_glossarys_own_links_lead_to_lectures_of_that_number_and_to_entries(
     assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= {term.anchor for term in terms()}
 
 
-@pytest.mark.parametrize(
-    "path", [*LECTURES, ROOT / "README.md", ROOT / "docs" / "index.md"], ids=str
-)
+@pytest.mark.parametrize("path", [*LECTURES, *PAGES], ids=str)
 def test_links_to_the_glossary_lead_to_an_entry(path):
     anchors = {term.anchor for term in terms()}
     text = path.read_text()

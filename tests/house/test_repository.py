@@ -17,6 +17,9 @@ import pipelab
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text()
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+PAGES = [*(ROOT / name for name in ROOT_PAGES), *GUIDES]
 
 
 def test_environment_yml_installs_the_project_and_pins_nothing_itself():
@@ -41,6 +44,23 @@ def test_what_environment_yml_asks_for_can_be_installed():
     assert would == ["pipelab"]
 
 
+def test_the_citation_and_the_wheel_are_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["title"], citation["version"]) == ("pipelab", pipelab.__version__)
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "py.typed" in tool["package-data"]["*"] and (ROOT / "pipelab" / "py.typed").exists()
+
+
+def test_the_workflow_runs_the_two_commands_on_both_pythons():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    job = workflow["jobs"]["test"]
+    assert job["strategy"]["matrix"] == {"python": ["3.11", "3.13"]}
+    assert [s["run"] for s in job["steps"] if s.get("run", "").startswith("make")] == [
+        "make check",
+        "make test",
+    ]
+
+
 def test_versions_live_in_one_place():
     for name in ("Makefile", "environment.yml", ".ci/run"):
         assert not re.search(r"(torch|jax|numpy|nbval)[=<>]=?\d", (ROOT / name).read_text())
@@ -56,21 +76,44 @@ def test_functions_have_60_lines_at_most():
     assert [name.split()[1] for name in long] == ["run"]  # whose docstring is the manual
 
 
-def test_the_readme_names_what_there_is():
-    for target in re.findall(r"`make (\w+)`", README):
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_page_names_what_there_is(page):
+    text = page.read_text()
+    for target in re.findall(r"`make ([\w-]+)", text):
+        assert re.search(rf"^{target}[: ]", (ROOT / "Makefile").read_text(), re.M), target
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+
+
+def test_the_readme_is_read_in_three_minutes():
+    lines = README.splitlines()
+    assert len(lines) <= 110 and len(README.split()) <= 1000 and max(map(len, lines)) <= 120
     for book in (ROOT / "notebooks").glob("*.ipynb"):
         assert f"notebooks/{book.name}" in README
-    assert set(re.findall(r"^    (\w+)$", README, re.M)) <= set(pipelab.SCHEDULES)
+    assert f"| {len(pipelab.SCHEDULES)} by name" in README
 
 
-def test_the_readmes_examples_run():
+def test_schedules_md_names_them_all():
+    named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "schedules.md").read_text()))
+    assert set(pipelab.SCHEDULES) <= named
+
+
+def test_the_site_leads_to_every_guide():
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in PAGES:
+        name = page.relative_to(ROOT).with_suffix("").as_posix()
+        assert name == "docs/index" or f"/{name}" in index, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_pages_examples_run(page, capsys):
     scope = {}
-    for example in re.findall(r"```python\n(.*?)```", README, re.S):  # one goes on from the other
+    text = page.read_text()
+    for example in re.findall(r"```python\n(.*?)```", text, re.S):  # one goes on from the other
         exec(example, scope)
-        assert scope.pop("run").check.passed
+        assert "run" not in scope or scope["run"].check.passed
+    for output in re.findall(r"```text\n(.*?)```", text, re.S):
+        assert output.split() == capsys.readouterr().out.split()
 
 
 def test_make_help_lists_the_targets():
@@ -92,8 +135,9 @@ def test_make_help_lists_the_targets():
 
 
 def test_a_schedule_is_added_by_one_file(tmp_path):
-    """What the README says, on a copy of the package: a new file, and its name in `__init__`."""
-    (source,) = re.findall(r"```py\n(.*?)```", README, re.S)
+    """What extending.md says, on a copy of the package: a file, and its name in `__init__`."""
+    guide = (ROOT / "docs" / "extending.md").read_text()
+    (source,) = re.findall(r"```py\n(.*?)```", guide, re.S)
     name = re.search(r"def (\w+)", source)[1]
     shutil.copytree(Path(pipelab.__file__).parent, tmp_path / "pipelab")
     folder = tmp_path / "pipelab" / "schedules"
@@ -123,7 +167,7 @@ def test_a_schedule_is_added_by_one_file(tmp_path):
 
 @pytest.mark.parametrize(
     "path",
-    ["pipelab", "tests", "notebooks", "benchmarks", "images", "docs", "README.md", "Makefile"],
+    ["pipelab", "tests", "notebooks", "benchmarks", "images", "docs", "Makefile", *ROOT_PAGES],
 )
 def test_no_path_of_a_machine(path):
     kinds = (".py", ".ipynb", ".md")

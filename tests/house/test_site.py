@@ -66,6 +66,7 @@ def pages(site):
 def test_the_site_has_every_lecture_and_the_rest(pages):
     assert {f"notebooks/{name}.html" for name in LECTURES} <= set(pages)
     others = {"index.html", "docs/index.html", "README.html", "notebooks/glossary.html"}
+    others |= {f"docs/{page.stem}.html" for page in (ROOT / "docs").glob("*.md")}
     assert others <= set(pages)
 
 
