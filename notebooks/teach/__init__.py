@@ -4,9 +4,10 @@ Also what a lecture goes on with (`yours`), what it runs on (`machine`, `jax_dev
 two runs differ (`in_turns`, `told_apart`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from statistics import median
+from math import exp, inf, log
+from statistics import fmean, stdev
 from typing import Any
 
 from teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, not_yet
@@ -20,11 +21,15 @@ __all__ = [
     "check",
     "guess",
     "in_turns",
+    "interval",
     "jax_devices",
     "machine",
     "told_apart",
     "yours",
 ]
+
+# Student's t for 95 %: of 2, 3, ... values; beyond the last it hardly changes.
+STUDENT = 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13
 
 
 def check(name: str, answer: Any) -> Feedback:
@@ -81,28 +86,50 @@ def in_turns(
     ]
     ratios = [b / a for a, b, _ in trials]
     itself = [again / a for a, _, again in trials]
-    spreads = [f"{median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (ratios, itself)]
+    spreads = [
+        "{:.2f} ({:.2f} to {:.2f})".format(*map(exp, (fmean(logs), *interval(logs))))
+        for logs in (_paired(ratios, itself), [*map(log, itself)])
+    ]
     word = told_apart(ratios, itself)
     return f"{word}: {spreads[0]} times as long; the same run twice {spreads[1]}"
 
 
 def told_apart(ratios: Iterable[float], itself: Iterable[float]) -> str:
-    """Whether a run is slower or faster than another by more than that one is than itself.
+    """Whether a run is slower or faster than another, by more than chance explains.
 
     ratios  turn by turn, the run's time over the other one's
-    itself  likewise the other one's, run again, over its own
+    itself  likewise the other one's, run again afterwards, over its own
 
-    >>> told_apart([0.7, 0.8], [0.9, 1.05])
+    Each turn runs A, B and A again, so B is compared with both: log(B / sqrt(A A')), in which what
+    changes from turn to turn, and slowly within one, cancels. The answer is "slower" or "faster" if
+    the mean's 95 % interval (Student's t) leaves out 0.
+
+    >>> told_apart([0.7, 0.8, 0.75], [0.9, 1.05, 1.0])
     'faster'
-    >>> told_apart([1.09, 1.2], [0.9, 1.05])
+    >>> told_apart([1.12, 1.2, 1.15], [0.98, 1.05, 1.0])
     'slower'
-    >>> told_apart([0.95, 1.2], [0.9, 1.05])
+    >>> told_apart([0.95, 1.2, 1.0], [0.9, 1.05, 1.1])
     'not distinguishable from the same run twice'
     """
-    found, noise = sorted(ratios), sorted(itself)
-    if found[0] > noise[-1]:
+    low, high = interval(_paired(ratios, itself))
+    if low > 0:
         return "slower"
-    return "faster" if found[-1] < noise[0] else "not distinguishable from the same run twice"
+    return "faster" if high < 0 else "not distinguishable from the same run twice"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of normally distributed values; of one value it is endless."""
+    if len(values) < 2:
+        return -inf, inf
+    times = STUDENT[min(len(values), len(STUDENT) + 1) - 2]
+    half = times * stdev(values) / len(values) ** 0.5
+    return fmean(values) - half, fmean(values) + half
+
+
+def _paired(ratios: Iterable[float], itself: Iterable[float]) -> list[float]:
+    """The logarithms of B / sqrt(A A'), from B / A and A' / A; of a last B alone, none."""
+    pairs = zip(ratios, itself, strict=False)
+    return [log(ratio) - log(again) / 2 for ratio, again in pairs]
 
 
 def _entry(table: str, name: str) -> Any:

@@ -1,7 +1,15 @@
-"""What the live cells of a lecture run on, and how large their models are there."""
+"""What the live cells of a lecture run on, and how large their models are there.
+
+Where a machine has too few cores, no schedule can show its speed: a device that waits leaves its
+core to the others. There stages are stand-ins for devices: small, and they sleep as long as a large
+one would compute. The core is free meanwhile, as it is while a GPU computes.
+"""
 
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import ceil
 from typing import Any
 
@@ -10,6 +18,7 @@ WIDEST = 64  # times: a layer of 8,192 numbers for one of 128
 WIDTH, SAMPLES, MICROBATCHES = 128, 32, 8  # on a CPU, about: of layers and micro-batches
 COPIES = 10  # of a weight: gradient, moments, versions, what the check takes
 ROOM = 0.5  # of the free memory
+PAUSE = 0.01  # seconds that a stand-in sleeps in F, in I and in W
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,7 @@ class Machine:
     device   where their models and data are made
     times    how many times as wide as on a CPU their models are
     samples  how many times as many samples their batches have
+    pause    seconds that a stand-in's forward sleeps, and so do I and W; 0: stages compute
     """
 
     words: str
@@ -28,6 +38,30 @@ class Machine:
     device: str = "cpu"
     times: int = 1
     samples: int = 1
+    pause: float = 0.0
+
+    def stages(
+        self,
+        layers: Sequence[Any],
+        counts: Sequence[int],
+        devices: int = 0,
+        times: Sequence[float] = (),
+    ) -> list[Any]:
+        """The layers cut into stages of so many; stand-ins, where cores are too few.
+
+        devices  that share the model, if that is not one for each stage
+        times    how long each layer takes beside the others; none: all as long
+        """
+        from pipelab.models import split
+
+        stages = split(layers, counts)
+        if not self.pause:
+            return stages
+        times = times or [1.0] * sum(counts)
+        unit = self.pause * (devices or len(counts)) / sum(times)
+        ends = [*accumulate(counts)]
+        pauses = [unit * sum(times[b - n : b]) for n, b in zip(counts, ends, strict=True)]
+        return [*map(_standing_in, stages, pauses)]
 
     def on(self, devices: int) -> dict[str, Any]:
         """The arguments of `run` with so many of the devices."""
@@ -35,7 +69,13 @@ class Machine:
 
     def __str__(self) -> str:
         sizes = f", {self.times} times as wide as on a CPU with {self.samples} times the samples"
-        return f"Runs on {self.words}{sizes if self.how else ''}."
+        text = f"Runs on {self.words}{sizes if self.how else ''}."
+        if self.pause:
+            text += (
+                f"\nThey have too few cores: each stage stands in for a device, and sleeps for "
+                f"{1e3 * self.pause:.0f} ms in F and {2e3 * self.pause:.0f} ms in B."
+            )
+        return text
 
 
 def machine(devices: int, flop: float) -> Machine:
@@ -50,7 +90,8 @@ def machine(devices: int, flop: float) -> Machine:
 
     gpus = torch.cuda.device_count()
     if not gpus:
-        return Machine(f"{devices} threads of this machine's CPU")
+        pause = 0.0 if cores() > devices else PAUSE  # one for all else
+        return Machine(f"{devices} threads of this machine's CPU", pause=pause)
     name = torch.cuda.get_device_name(0)
     if gpus >= devices:
         words, names = f"{devices} GPUs ({name})", [f"cuda:{i}" for i in range(devices)]
@@ -74,6 +115,41 @@ def machine(devices: int, flop: float) -> Machine:
         samples = samples * 3 // 4
     how = {"devices": names, "autocast": autocast}
     return Machine(words, how, "cuda:0", times, samples)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _standing_in(stage: Any, pause: float) -> Any:
+    """A stage that also sleeps: in F, and in its backward's I and W."""
+    import torch
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Any, seconds: float) -> Any:
+            time.sleep(seconds)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(context: Any, gradient: Any) -> tuple[Any, None]:
+            time.sleep(pause)
+            return gradient, None
+
+    class StandIn(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stage, self.weight = stage, torch.nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Any) -> Any:
+            y = self.stage(x)
+            # The way to its weight sleeps in W, the way to its input in I.
+            return Sleep.apply(y, pause) + 0 * Sleep.apply(self.weight, 0.0).to(y)
+
+    return StandIn()
 
 
 def _bytes(flop: float, times: int, samples: int) -> float:

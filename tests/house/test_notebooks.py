@@ -81,7 +81,7 @@ def test_tags_kernel_and_size(path):
         assert len(lines) <= 20
         assert max(map(len, lines)) <= 92
     prose = sum(len(PICTURE.sub("", c.source).split()) for c in cells(path, "markdown"))
-    assert prose <= 2200
+    assert prose <= 3000
     assert "sanitize" not in book.metadata
 
 

@@ -10,6 +10,7 @@ import torch
 
 from pipelab.runtime.torch import names
 from teach import machine as of_lectures
+from teach import machines
 from teach.machines import _bytes as of_a_stage
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +38,31 @@ def having(monkeypatch):
     return make
 
 
-def test_a_cpu_is_as_the_lectures_were_written():
+def test_a_cpu_is_as_the_lectures_were_written(monkeypatch):
+    monkeypatch.setattr(machines, "cores", lambda: 5)
     here = of_lectures(4, flop=5e5)
     assert (here.how, here.device, here.times, here.samples) == ({}, "cpu", 1, 1)
     assert here.on(1) == {}
     assert str(here) == "Runs on 4 threads of this machine's CPU."
+    layers = [torch.nn.Identity() for _ in range(4)]
+    assert [*map(len, here.stages(layers, [1, 3]))] == [1, 3]
+
+
+def test_stand_ins_sleep_as_long_as_their_share_of_the_layers(monkeypatch):
+    monkeypatch.setattr(machines, "cores", lambda: 4)
+    slept = []
+    monkeypatch.setattr(machines.time, "sleep", slept.append)
+    here = of_lectures(4, flop=5e5)
+    assert "too few cores" in str(here) and "10 ms in F and 20 ms in B" in str(here)
+    layers = [torch.nn.Linear(2, 2) for _ in range(4)]
+    first, second = here.stages(layers, [1, 3], devices=4, times=[1, 0, 1, 2])
+    x = torch.ones(1, 2, requires_grad=True)
+    y = first(x)
+    assert torch.equal(y, layers[0](x)) and slept == [0.01, 0.0]
+    second(y).sum().backward()
+    # F, then what its weight's way takes in W, then I of the second and of the first.
+    assert sorted(slept[2:]) == [0.0, *[0.01] * 2, *[0.03] * 3]
+    assert layers[0].weight.grad is not None
 
 
 def test_as_many_gpus_as_stages(having):
