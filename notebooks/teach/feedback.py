@@ -76,7 +76,7 @@ class Exercise:
         except NotYet as why:
             wrong = str(why)
         except Exception as error:  # nobody foresees every answer
-            reason = str(error).partition("\n")[0]
+            reason = _first_line(error)
             wrong = f"this answer cannot be checked ({type(error).__name__}: {reason})."
         return wrong if isinstance(wrong, Feedback) else not_yet(wrong)
 
@@ -112,7 +112,7 @@ def in_threads(jobs: Iterable[Callable[[], Any]]) -> tuple[list[Any], bool]:
         if isinstance(error, NotYet):
             raise error
         if not isinstance(error, Empty):
-            raise NotYet(f"it raises {type(error).__name__}: {str(error).split('.')[0]}.")
+            raise NotYet(f"it raises {type(error).__name__}: {_first_line(error)}")
     return [future.exception() or future.result() for future in futures], bool(errors)
 
 
@@ -140,6 +140,10 @@ class Guess:
             return Feedback(True, f"Right: {truth:g}.")
         why = next((its for slip, its in self.slips.items() if is_close(value, slip)), self.why)
         return Feedback(False, f"You said {value:g}, it is {truth:g}. {why}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def not_yet(why: str) -> Feedback:
@@ -219,9 +223,11 @@ def choice(answer: Any, right: str, wrong: Mapping[str, str]) -> Judged:
     """
     if not isinstance(answer, str):
         yield f"{answer!r} is not a word in quotes."
-    if answer in wrong:
-        yield f"{answer}. {wrong[answer]}"
-    if answer != right:
+    words = {word.lower(): word for word in (right, *wrong)}
+    word = words.get(answer.strip().lower(), "")
+    if word in wrong:
+        yield f"{answer}. {wrong[word]}"
+    if word != right:
         yield f"{answer!r} is not an answer: choose from {', '.join(sorted([right, *wrong]))}."
 
 

@@ -122,7 +122,9 @@ def interpreter(answer: Any) -> Judged:
     for schedule in (make("inter_layer", 2, 1), make("gpipe", 3, 2), make("inter_layer", 1, 2)):
         found, right = played(answer, schedule), played(work, schedule)
         if not any(found.done):
-            yield NOT_ATTEMPTED
+            if not getattr(getattr(answer, "__code__", None), "co_names", ()):
+                yield NOT_ATTEMPTED
+            yield "it calls no stage. A kind is Kind.F, Kind.B or Kind.U, and no letter in quotes."
         if why := missing_put(found, right):
             yield f"{schedule.name}, {schedule.devices} devices: {why}"
         for s, (calls, wanted) in enumerate(zip(found.done, right.done, strict=True)):
@@ -147,6 +149,8 @@ def gradients_over_a_cut(answer: Any) -> Judged:
     a, b = torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)
     batches = [(torch.randn(32, 128), torch.randn(32, 128)) for _ in range(3)]
     truth, mixed = _over_a_cut(a, b, batches)
+    arrived: list[Any] = []
+    b.register_forward_pre_hook(lambda _, given: arrived.append(given[0]))
     try:
         found = [tuple(pair) for pair in answer(a, b, batches)]
     except Exception as error:
@@ -155,7 +159,10 @@ def gradients_over_a_cut(answer: Any) -> Judged:
             hint = "The loss's backward went through stage a as well: its graph ends at a detach."
         elif "implicitly created" in str(error):
             hint = "What came back is None: only a leaf that requires a gradient gets one."
-        yield f"it raises {type(error).__name__}: {str(error).split('.')[0]}. {hint}"
+        reason = str(error).partition("\n")[0]
+        yield f"it raises {type(error).__name__}: {reason} {hint}"
+    if any(x.grad_fn is not None for x in arrived):
+        yield "stage b gets a's output with its graph, which another device does not have: cut it."
     if [len(pair) for pair in found] != [2, 2, 2]:
         yield "give a pair of gradients, of a's and of b's weight, for every batch."
 

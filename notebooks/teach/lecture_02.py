@@ -68,10 +68,9 @@ def two_ranks(answer: Any) -> Judged:
     """(rank, kind, micro-batch): the undivided gradients, in either order of the lecture."""
     if not callable(answer):
         yield f"{answer!r} is not a function."
-    every = range(4)
     for order in (
-        [(kind, k) for kind in "FB" for k in every],
-        [(kind, k) for k in every for kind in "FB"],
+        [(kind, k) for kind in "FB" for k in range(4)],
+        [(kind, k) for k in range(6) for kind in "FB"],
     ):
         (found, left, tried), (right, _, _) = both_ranks(answer, order), both_ranks(act, order)
         if not tried:
@@ -95,7 +94,7 @@ def both_ranks(worker: Any, order: list) -> tuple[list, int, bool]:
     import torch
 
     random = torch.Generator().manual_seed(0)
-    xs, ys = torch.randn(2, 4, 2, 3, generator=random)
+    xs, ys = torch.randn(2, len(order) // 2, 2, 3, generator=random)
     queues: tuple[Queue, Queue] = Queue(), Queue()
     ranks = []
     for rank in (0, 1):

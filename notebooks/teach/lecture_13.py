@@ -46,6 +46,11 @@ def sound_bound(answer: Any) -> Judged:
         ([1, 2, 1], [1, 2, 1], [1, 2, 1], 6),
         ([2, 1, 1], [3, 1, 1], [1, 1, 2], 3),
         ([1, 1, 1], [1, 1, 1], [1, 1, 5], 1),
+        ([1, 1], [1, 1], [1, 5], 1),
+        ([1, 1], [1, 1], [5, 1], 1),
+        ([1, 1, 1], [4, 1, 1], [1, 1, 1], 1),
+        ([1, 2, 3], [3, 1, 2], [4, 1, 2], 2),
+        ([2, 1, 1], [1, 2, 1], [3, 2, 1], 3),
     ]
     for f, i, w, m in cases:
         where = f"for {f}, {i}, {w}, {m}"
@@ -84,7 +89,12 @@ EXERCISES = {
     # (p, m, room, f, i, w, c) -> what room on device 0 allows, of equal stages.
     "13-3": write(
         lambda p, m, room, *times: m * trip(p, *times) / room,
-        [(4, 8, 1, 1, 1, 1, 0), (4, 8, 2, 1, 1, 1, 0), (3, 5, 2, 2, 1, 3, 0.5)],
+        [
+            (4, 8, 1, 1, 1, 1, 0),
+            (4, 8, 2, 1, 1, 1, 0),
+            (3, 5, 2, 2, 1, 3, 0.5),
+            (5, 6, 2, 1, 2, 1, 1),
+        ],
         lambda p, m, room, f, i, w, c: {
             "A place becomes free after W, not after I.": m * trip(p, f, i, 0, c) / room,
             "Count the messages in both directions.": m * trip(p, f, i, w, c / 2) / room,

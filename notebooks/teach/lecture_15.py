@@ -56,9 +56,13 @@ def reads_streams(answer: Any) -> Judged:
         wrong = f"{where} it gives {' '.join(given)}, but {' '.join(right)} is right."
         if given == [action for action in right if "U" not in action]:
             yield f"{wrong} OptimizerStep is the update, U0."
-        if len(given) == len(right):
+        if [*map(_kind, given)] == [*map(_kind, right)]:
             yield f"{wrong} A buffer is used again and again: it is no micro-batch. Count."
         yield wrong
+
+
+def _kind(action: str) -> str:
+    return action.rstrip("0123456789")
 
 
 def of_batch(means: Sequence[float], counts: Sequence[int]) -> float:
@@ -73,7 +77,7 @@ EXERCISES = {
         3 / 16,
         "How many samples does one pipeline take a step, and in how many micro-batches?",
         {
-            3 / 32: "There are two pipelines: each takes half of the samples.",
+            3 / 32: "There are two pipelines, which share the samples, and a micro-batch has two.",
             3 / 4: "Eight GPUs are two replicas here, not eight.",
             3 / 64: "A micro-batch has two samples.",
             16: "That is the number of micro-batches. And the bubble?",

@@ -30,6 +30,16 @@ def answer(row, stage, inputs, queues, last):
             stage.optimizer.step()
 """
 
+UNCUT = """
+def answer(a, b, batches):
+    found = []
+    for x, target in batches:
+        mse_loss(b(a(x)), target).backward()
+        found.append((a.weight.grad.clone(), b.weight.grad.clone()))
+        a.zero_grad(), b.zero_grad()
+    return found
+"""
+
 ANSWERS = {
     "01-1": {
         "right": [
@@ -50,6 +60,12 @@ ANSWERS = {
                 "never puts gradient 0 of stage 1 into queues[1, 0]"
             ),
             WORKER.replace("inputs[k]", "inputs[0]"): "forward(1, input 0)",
+            WORKER.replace("Kind.", "")
+            .replace("== F", "== 'F'")
+            .replace("== B", "== 'B'")
+            .replace("else:\n            stage", "elif kind == 'U':\n            stage"): (
+                "no letter in quotes"
+            ),
             WORKER.replace(
                 "stage.optimizer.step()", "pass"
             ): "it must be forward(0, input 0), back",
@@ -113,6 +129,7 @@ ANSWERS = {
                 "a.zero_grad(), b.zero_grad()", "a.zero_grad()"
             ): "batch 1: the gradient of b is wrong. It is the sum",
             "answer = lambda a, b, batches: []": "a pair of gradients",
+            UNCUT: "with its graph",
         },
     },
     "01-5": {

@@ -50,6 +50,7 @@ ANSWERS = {
         "wrong": {
             ACT.replace(" / len(me.xs)", ""): "rank 0: 4 times the gradient",
             ACT.replace("len(me.xs)", "8"): "rank 0: 0.5 times the gradient",
+            ACT.replace("len(me.xs)", "4"): "rank 0: 1.5 times the gradient",
             ACT.replace(".requires_grad_()", ""): "sends None, which is not a tensor",
             ACT.replace("me.ys[k]", "me.ys[0]"): "Is k used everywhere",
             ACT.replace("me.xs[k]", "me.xs[0]"): "rank 0: not the undivided gradient",

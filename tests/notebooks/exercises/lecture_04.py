@@ -55,7 +55,7 @@ ANSWERS = {
         },
     },
     "04-4": {
-        "right": ["answer = 'parameters'"],
+        "right": ["answer = 'parameters'", "answer = 'Parameters '"],
         "wrong": {
             "answer = 'uniform'": "four layers a stage",
             "answer = 'size'": "By size",

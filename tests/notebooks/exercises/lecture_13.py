@@ -61,6 +61,7 @@ ANSWERS = {
                 "How many places are there"
             ),
             "answer = lambda p, m, k, F, I, W, c: m * (F + I + W)": "own work",
+            "answer = lambda p, m, k, F, I, W, c: m * (p * (F + I) + 4 * c + W) / k": "is right",
             "answer = lambda p, m, k, F, I, W, c: m * (p * (F + I) + W) / k": "in both directions",
             "answer = lambda p, m, k, F, I, W, c: -(-m // k) * (p * (F + I) + 2 * (p - 1) * c + W)": (
                 "Do not round up"
@@ -78,6 +79,8 @@ ANSWERS = {
         ],
         "wrong": {
             UNSOUND: "not sound",
+            REASON_1.replace("W[0]", "W[1]"): "not sound",
+            REASON_1.replace("sum(I[:s]) + W", "s * I[0] + W"): "not sound",
             REASON_1.replace("W[0]", "W[s]"): "Which W",
             "answer = lambda F, I, W, m: max(m * sum(stage) for stage in zip(F, I, W))": "reason 1",
             "answer = lambda F, I, W, m: 0": "sound, but",

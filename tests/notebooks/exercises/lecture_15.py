@@ -37,7 +37,7 @@ ANSWERS = {
     "15-2": {
         "right": ["answer = 0.1875", "answer = (4 - 1) / (64 / (8 / 4) / 2)"],
         "wrong": {
-            "answer = 3 / 32": "two pipelines",
+            "answer = 3 / 32": "a micro-batch has two",
             "answer = 3 / 4": "two replicas",
             "answer = 16": "And the bubble",
             "answer = 3 / 19": "over ideal",
