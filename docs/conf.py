@@ -35,6 +35,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.viewcode",
     "browser",
+    "front_page",
     "lectures",
     "mathml",
     "reference",

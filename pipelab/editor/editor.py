@@ -19,7 +19,7 @@ from pipelab.editor.board import (
     trial_rows,
     waiting,
 )
-from pipelab.editor.puzzle import Draft, Level, Task, finish, level_of, recognise, stamp
+from pipelab.editor.puzzle import Draft, Level, Task, finish, level_of, prove, recognise, stamp
 from pipelab.editor.puzzle.levels import LEVELS
 from pipelab.editor.puzzle.link import read, read_task, task_of, write_task
 from pipelab.editor.puzzle.recognise import NEW, known_rows
@@ -179,6 +179,10 @@ class Editor(anywidget.AnyWidget):
         """Place all that is left, in the best order found."""
         self._change(finish(self.draft), helped=True)
 
+    def prove(self) -> None:
+        """Say why nobody ends before par; `Refused` where that is not known."""
+        self._refresh(prove(self._level.task, self._level.par))
+
     def stamp(self, microbatch: int = 0, interval: float | None = None) -> None:
         """Repeat this micro-batch's block for all, each `interval` after the one before."""
         self._change(stamp(self.draft, microbatch, interval))
@@ -328,7 +332,7 @@ class Editor(anywidget.AnyWidget):
 
 
 HEARD = {  # what the browser may ask for
-    *("place", "remove", "step", "finish", "stamp", "clear", "undo", "redo", "load"),
+    *("place", "remove", "step", "finish", "prove", "stamp", "clear", "undo", "redo", "load"),
     *("open_level", "open_task", "set_help", "show", "run"),
 }
 

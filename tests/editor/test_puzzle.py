@@ -18,6 +18,7 @@ from pipelab.editor.puzzle import (
     finish,
     least_makespan,
     level_of,
+    prove,
     read,
     recognise,
     stamp,
@@ -590,3 +591,29 @@ def test_slices_come_with_a_table_and_with_a_link():
     assert read_task(write_task(Task(2, 4, slices=2))) == Task(2, 4, slices=2)
     with pytest.raises(ScheduleError, match="slices must be equally long"):
         task_of(replace(make("seq1f1b", 2, 2), slices=(1, 2)))
+
+
+@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
+def test_a_proof_says_why_nothing_ends_before_par(level):
+    said = prove(level.task, level.par)
+    if level.name == "solver":
+        assert "22 at least" in said and said.endswith("beginnings, none is left.")
+    else:
+        assert said.endswith(f": {level.par:g} at least.")
+    with pytest.raises(Refused, match="there is no proof"):
+        prove(level.task, level.par + 0.5)
+
+
+def test_overhead_is_why_a_device_is_idle_before_every_action():
+    draft = Draft.of(Task(2, 2, costs=Costs(overhead=0.5, transfer=1))).place("0F0").place("0F1")
+    assert why_idle(draft, 0, 0) == "0F0 loses 0.5 before it starts: the overhead."
+    assert why_idle(draft, 0, 1) == "0F1 loses 0.5 before it starts: the overhead."
+    draft = draft.place("1F0")
+    told = "1F0 waits for 0F0, which runs until 1.5 and is here at 2.5."
+    assert why_idle(draft, 1, 0) == told
+
+
+def test_what_needs_nothing_can_be_too_late_for_a_gap():
+    draft = Draft.of(Task(2, 2)).place("0F0")
+    with pytest.raises(Refused, match="0F1 cannot start before 0: there it starts at 0"):
+        draft.place("0F1", 0, until=0.0)

@@ -10,7 +10,8 @@ pipelab.editor.puzzle.draft.Refused: 1F1 needs 0F1 first, which is not placed ye
 'This is inter-layer parallelism.'
 """
 
-from pipelab.editor.puzzle.coach import Advice, coach, finish, least_makespan, stamp
+from pipelab.editor.puzzle.coach import Advice, coach, finish, least_makespan, prove, stamp
+from pipelab.editor.puzzle.data import task_data
 from pipelab.editor.puzzle.draft import Draft, Refused
 from pipelab.editor.puzzle.levels import LEVELS, Level, level_of
 from pipelab.editor.puzzle.link import read
@@ -29,8 +30,10 @@ __all__ = [
     "finish",
     "least_makespan",
     "level_of",
+    "prove",
     "read",
     "recognise",
     "stamp",
+    "task_data",
     "why_idle",
 ]

@@ -12,6 +12,7 @@ from pipelab.editor.puzzle.task import Task
 from pipelab.table.action import Action, Kind, insert_updates
 
 STEPS = 300  # of a search: a third of a second
+PROOF = 20_000  # steps
 SLACK = 1e-9  # the same seconds are added up in different orders
 Times = dict[Action, float]
 
@@ -101,7 +102,7 @@ def finish(draft: Draft, steps: int = STEPS) -> Draft:
         if not tried.problem:
             found.append(tried)
     below = min((tried.timeline.makespan for tried in found), default=inf)
-    found += best_finish(draft, below, max(steps, draft.size + 1))
+    found += best_finish(draft, below, max(steps, draft.size + 1))[0]
     assert found, "a search without a limit goes straight to a whole table"
     # Updates that follow by themselves are not in the search's times.
     return min(found, key=lambda d: (d.timeline.makespan, sum(d.completed.peak_in_flight)))
@@ -110,8 +111,9 @@ def finish(draft: Draft, steps: int = STEPS) -> Draft:
 # ---- the shortest way to go on, by branch and bound
 
 
-def best_finish(draft: Draft, below: float, steps: int) -> list[Draft]:
-    """Whole tables found in so many steps, each shorter than the one before it and than `below`.
+def best_finish(draft: Draft, below: float, steps: int) -> tuple[list[Draft], int]:
+    """Whole tables found in so many steps, each shorter than the one before it and than `below`,
+    and how many steps are left: with any left, there is no shorter table.
 
     At each step one device goes on: the one that would be the first to be done with something.
     Its choices are all that it could start until then, since it may pay to wait. A choice is given
@@ -132,7 +134,7 @@ def best_finish(draft: Draft, below: float, steps: int) -> list[Draft]:
         for action in reversed(_choices(now, starts)):
             end = starts[action] + now.task.seconds[action]
             stack.append((now.put(action), {**ends, action: end}))
-    return found
+    return found, steps
 
 
 def _choices(draft: Draft, starts: Times) -> list[Action]:
@@ -199,6 +201,35 @@ def seconds_after(task: Task) -> Times:
             after = task.way(need, action) + task.seconds[action] + follows[action]
             follows[need] = max(follows[need], after)
     return follows
+
+
+def prove(task: Task, par: float) -> str:
+    """Why no table of a task ends before `par`, in sentences.
+
+    >>> print(prove(Task(devices=2, microbatches=2), 9))
+    Device 1 has 6 of work. 1 pass before it can begin, and 2 follow its last action: 9 at least.
+    """
+    empty, follows = Draft.of(task), seconds_after(task)
+    least, starts = _least(empty, {})
+    bounds = []
+    for device, row in enumerate(task.actions):
+        takes = [a for a in row if task.seconds[a]]
+        work = sum(task.seconds[a] for a in takes)
+        before, after = min(starts[a] for a in takes), min(follows[a] for a in takes)
+        words = f"{before:g} pass before it can begin, and {after:g} follow its last action"
+        bounds.append((before + work + after, f"Device {device} has {work:g} of work. {words}"))
+    total, words = max(bounds)
+    said = f"{words}: {total:g} at least."
+    if least >= par - SLACK:
+        return said
+    found, left = best_finish(empty, par, PROOF)
+    if found or not left:
+        raise Refused(f"there is no proof that nothing ends before {par:g}")
+    return (
+        f"{said} That alone does not forbid an end before {par:g}, so a search tries every way to "
+        "begin. It drops a beginning as soon as what is left of it takes too long: after "
+        f"{PROOF - left} beginnings, none is left."
+    )
 
 
 # ---- a block

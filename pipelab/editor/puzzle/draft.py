@@ -152,12 +152,15 @@ class Draft:
             raise Refused(f"{action} needs {missing[0]} first, which is not placed yet")
         if draft.problem:
             raise Refused(draft.problem)
-        if until is not None and draft.spans[action][0] >= until:
-            last = max(needs, key=lambda need: draft.spans[need][1])
-            raise Refused(
-                f"{action} cannot start before {until:g}: {last} ends at {draft.spans[last][1]:g} "
-                f"on device {self.task.device(last)}"
-            )
+        start = draft.spans[action][0]
+        if until is not None and start >= until:
+            here = {need: draft.spans[need][1] + self.task.way(need, action) for need in needs}
+            late = [n for n in needs if here[n] + self.task.costs.overhead >= start]
+            reason = f"there it starts at {start:g}"
+            if late:
+                ends, device = draft.spans[late[0]][1], self.task.device(late[0])
+                reason = f"{late[0]} ends at {ends:g} on device {device}"
+            raise Refused(f"{action} cannot start before {until:g}: {reason}")
         if not draft.can_finish:
             raise Refused(
                 f"{action} cannot be used here: within the cap, no micro-batch could then reach "

@@ -114,19 +114,22 @@ def why_idle(draft: Draft, device: int, index: int) -> str:
     >>> why_idle(draft.place("0B0"), device=0, index=1)
     '0B0 waits for 1B0, which comes after 1F0, which runs until 2.'
     """
-    idle_from, _ = gap_reasons(draft, device, index)
+    task, (idle_from, until) = draft.task, gap_reasons(draft, device, index)
     action = draft.rows[device][index]
+    here = [draft.spans[need][1] + task.way(need, action) for need in task.needs[action]]
+    if max(here, default=0.0) <= idle_from:
+        return f"{action} loses {until - idle_from:g} before it starts: the overhead."
     words = f"{action} waits for"
     for _ in range(LONGEST):
         source = _waits_for(draft, action)
         start, end = draft.spans[source]
-        arrives = end + draft.task.way(source, action)
+        arrives = end + task.way(source, action)
         if end <= idle_from:
             return f"{words} {source}, which is on its way until {arrives:g}."
-        if start <= idle_from:
+        if start - task.costs.overhead <= idle_from:
             there = f" and is here at {arrives:g}" if arrives > end else ""
             return f"{words} {source}, which runs until {end:g}{there}."
-        follows = draft.task.device(_waits_for(draft, source)) == draft.task.device(source)
+        follows = task.device(_waits_for(draft, source)) == task.device(source)
         words += f" {source}, which {'comes after' if follows else 'waits for'}"
         action = source
     return f"{words} others before it."
