@@ -219,6 +219,6 @@ def _run_on_cpus(count: int, found: str) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     print(
-        f"This lecture takes {count} devices, and here are {found}: its cells run on {count} CPU "
-        "devices of the host."
+        f"This lecture takes {count} devices, but this machine has {found}: its cells run on "
+        f"{count} CPU devices of the host."
     )
