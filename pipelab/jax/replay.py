@@ -5,7 +5,7 @@ where the gradients are added up, as in the run. It shares no code with the work
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -34,9 +34,12 @@ class _Ran(NamedTuple):
 
 
 class JaxLibrary:
-    """See `replay.Library`; `wide`: the type to compute in, if not the run's."""
+    """See `replay.Library`; `wide`: the type to compute in, if not the run's.
 
-    lanes = 1
+    nudge  how far weights are moved up or down before anything is computed, in their eps
+    """
+
+    lanes, nudge = 1, 0
 
     def __init__(
         self, parts: Sequence[Part], options: Options, device: jax.Device, wide: str = ""
@@ -45,7 +48,6 @@ class JaxLibrary:
         self.double = bool(jax.config.read("jax_enable_x64"))  # the caller's
         self.stages, self.drew = len(parts), False
         self.outputs: Any = None
-        self.jitted = True
         self.applies = [apply for apply, _ in parts]
         self.specs: list[Any] = [jax.tree.structure(parameters) for _, parameters in parts]
         self.names = [names(parameters) for _, parameters in parts]
@@ -54,7 +56,8 @@ class JaxLibrary:
 
     def place(self, weights: Weights) -> Weights:
         with self._active():
-            return {name: self._widened(jnp.asarray(w)) for name, w in weights.items()}
+            placed = {name: self._widened(jnp.asarray(w)) for name, w in weights.items()}
+            return {name: self._nudged(w) for name, w in placed.items()} if self.nudge else placed
 
     def forward(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
         last = s == self.stages - 1
@@ -175,8 +178,7 @@ class JaxLibrary:
     @contextmanager
     def _active(self) -> Iterator[None]:
         double = self.double or self.wide == "float64"
-        jitted = nullcontext() if self.jitted else jax.disable_jit()
-        with jax.default_device(self.device), jax.enable_x64(double), jitted:
+        with jax.default_device(self.device), jax.enable_x64(double):
             yield
 
     def _data(self, tree: Any) -> Any:
@@ -190,6 +192,11 @@ class JaxLibrary:
             return array
         kind = np.promote_types(self.wide, "complex64") if jnp.iscomplexobj(array) else self.wide
         return array.astype(kind)
+
+    def _nudged(self, array: Any) -> Any:
+        share = np.asarray(self.nudge * jnp.finfo(array.dtype).eps, array.dtype)
+        upwards = np.random.default_rng(0).random(array.shape) < 0.5
+        return array + jnp.where(upwards, share, -share) * array
 
 
 class Programs(NamedTuple):
@@ -279,9 +286,11 @@ class JaxModel:
         return JaxLibrary(self.parts, self.options, self.device, wide)
 
     def truth(self) -> JaxLibrary:
-        # In float64 forwards would draw other numbers: one operation after another, then.
-        library = self.library("" if self.options.seed is not None else "float64")
-        library.jitted = self.options.seed is None
+        # In float64 forwards would draw other numbers, and nothing is wider than float64. The same
+        # program with other weights' last bits rounds otherwise, then.
+        as_it_is = self.options.seed is not None or self.precision == "float64"
+        library = self.library("" if as_it_is else "float64")
+        library.nudge = 2 if as_it_is else 0
         return library
 
     def whole(self, wide: str) -> JaxLibrary:
@@ -355,7 +364,7 @@ class JaxSteps:
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
         """The weights after a step from these."""
-        library, after = self.library, []
+        library, after = self.library, list[Weights]()
         with library._active():
             for s, (spec, names) in enumerate(zip(library.specs, library.names, strict=True)):
                 before, given = (
