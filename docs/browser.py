@@ -9,6 +9,7 @@ import hashlib
 import html
 import json
 import posixpath
+import re
 import shutil
 import subprocess
 import tarfile
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -25,7 +27,9 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
+from pipelab.editor.puzzle import LEVELS
 from pipelab.predict import palette
+from pipelab.widgets.explorer import SIZES
 
 ROOT = Path(__file__).parents[1]
 VERSION = "314.0.7"
@@ -99,12 +103,35 @@ def finish(app: Sphinx, failed: Exception | None) -> None:
     # The editor's begins with the explorer's.
     (place / "widgets.css").write_text(Editor._css + (HERE / "derivation.css").read_text())
     library(place / "pipelab.zip")
+    draw_first(Path(app.outdir))
     if folder := pyodide():
         shutil.copytree(folder, place / "pyodide", dirs_exist_ok=True)
     else:
         logger.info(
             "npm gave no Pyodide: widgets and exercises of the site stay as they are stored"
         )
+
+
+@cache
+def made() -> str:
+    """A word for what draws widgets: pictures that a browser kept are of the same."""
+    word = hashlib.sha256()
+    for room in ("widgets", "editor", "predict", "schedules", "table"):
+        for file in sorted((ROOT / "pipelab" / room).rglob("*.[pjc][ys]*")):
+            word.update(file.read_bytes())
+    return word.hexdigest()[:12]
+
+
+LINK = re.compile(r"explorer\.html#([^\"]*schedule=[^\"]*)\"")
+
+
+def draw_first(folder: Path) -> None:
+    """Draw what every link to the explorer and every level shows before Python is there."""
+    pages = [path.read_text() for path in folder.rglob("*.html") if "_modules" not in path.parts]
+    links = {html.unescape(link) for page in pages for link in LINK.findall(page)}
+    states = {f"explorer-{link}": explorer_state(settings_of(link)) for link in links}
+    states |= {f"editor-{name}": editor_state(name) for name in LEVELS}
+    (folder / PLACE / "first.json").write_text(json.dumps(states))
 
 
 # ---- a widget in a page
@@ -128,9 +155,10 @@ def placed(
         rows, shown = (_explored if kind == "explorer" else _edited)(state)
         words = html.escape(f"{shown} With JavaScript it can be changed here; else in JupyterLab.")
         image = f"svg+xml;base64,{base64.b64encode(picture(rows).encode()).decode()}"
+    python, own = "yes" if pyodide() else "no", f" data-{how}=yes" if how else ""
     return (
         f'<div class="pipelab-play" data-kind="{kind}" data-home="{home}" '
-        f'data-python="{"yes" if pyodide() else "no"}"{f" data-{how}=yes" if how else ""}>'
+        f'data-python="{python}" data-made="{made()}"{own}>'
         f'<script type="application/json">{data}</script>'
         f'<noscript><img alt="{html.escape(shown)}" src="data:image/{image}">'
         f"<p>{words}</p></noscript></div>\n"
@@ -200,6 +228,12 @@ def _edited(state: dict[str, Any]) -> tuple[list[tuple[str, list[Box]]], str]:
     return rows, f"A table to make by hand; pale is what is left to place. {level['text']}".strip()
 
 
+def settings_of(text: str) -> dict[str, Any]:
+    """The settings in an address: schedule=gpipe&devices=4."""
+    pairs = (pair.split("=") for pair in text.split("&"))
+    return {key: int(x) if x.isdigit() and key in SIZES else unquote(x) for key, x in pairs}
+
+
 def explorer_state(settings: dict[str, Any]) -> dict[str, Any]:
     """What a page stores of an explorer with these settings."""
     from pipelab.widgets import Explorer
@@ -235,9 +269,7 @@ class Play(SphinxDirective):
             state = {"shown": made.shown}
             still = repr(made), base64.b64encode(made.still()).decode()
         elif kind == "explorer":
-            pairs = dict(pair.split("=") for pair in text.split("&"))
-            settings = {key: int(x) if x.isdigit() else x for key, x in pairs.items()}
-            state = explorer_state(settings)
+            state = explorer_state(settings_of(text))
         else:
             state = editor_state(text)
         found = placed(kind, state, self.env.docname, "".join(self.options), still)

@@ -87,6 +87,7 @@ class Editor(anywidget.AnyWidget):
     _level: Level
     _past: list[Moment]  # for undo
     _future: list[Moment]  # for redo
+    _left: dict[str, tuple[Draft, bool]]  # each level's board and `helped` when it was left
     trial: "TryOut | None"  # the last run of this table, if there was one
 
     def __init__(
@@ -94,7 +95,7 @@ class Editor(anywidget.AnyWidget):
     ) -> None:
         super().__init__()
         self.won = {}
-        self._past, self._future = [], []
+        self._past, self._future, self._left = [], [], {}
         self._marks = {"critical": False, "par": False}
         self._help = _rung(help)
         if table is not None and sizes:
@@ -209,8 +210,9 @@ class Editor(anywidget.AnyWidget):
     # ---- what is shown
 
     def open_level(self, name: str) -> None:
-        """Begin a level."""
-        self._open(level_of(name))
+        """Open a level, as it was left."""
+        level = level_of(name)
+        self._open(level, *self._left.get(name, ()))
 
     def open_task(self, **sizes: Any) -> None:
         """Begin with other sizes; those not given stay, but a cap and slices do not."""
@@ -241,13 +243,14 @@ class Editor(anywidget.AnyWidget):
 
     # ---- inside
 
-    def _open(self, level: Level, draft: Draft | None = None) -> None:
+    def _open(self, level: Level, draft: Draft | None = None, helped: bool = False) -> None:
         known_rows(level.task)  # cached: every move is compared with them
         opened = self._allowed(draft or Draft.of(level.task))
         if hasattr(self, "draft"):
+            self._left[self._level.name] = self.draft, self.helped
             self._past.append(self._now)
             self._future.clear()
-        self._show(Moment(level, opened, False))
+        self._show(Moment(level, opened, helped))
         self._marks = self._marks | {"par": False}
         self._refresh()
 

@@ -329,7 +329,12 @@ function render({ model, el }) {
   const said = {
     "change:settings": () => writeForm(controls, model.get("settings"), choices),
     "change:drawing": take,
-    "change:error": () => (error.textContent = model.get("error")),
+    "change:error": () => {
+      const text = model.get("error"), wrong = text.match(/^(\w+)=/)?.[1];
+      error.textContent = text;
+      body.classList.toggle("old", Boolean(text)); // it is not the picture of what the form says
+      for (const [name, node] of Object.entries(controls)) node.ariaInvalid = name === wrong;
+    },
   };
   for (const [event, react] of Object.entries(said)) {
     model.on(event, react);

@@ -426,3 +426,18 @@ def test_the_levels_tell_what_their_numbers_mean():
     bubble = dict((row[0], row[2]) for row in editor.view["numbers"])["bubble"]
     assert bubble == "25.0%" and "At par 25 % is idle" in LEVELS["stashing"].text
     assert "a tie is a win" in LEVELS["solver"].text
+
+
+def test_every_level_keeps_its_board():
+    editor = Editor("first")
+    editor.place("0F0")
+    editor.open_level("gpipe")
+    editor.finish()
+    editor.open_level("first")
+    assert (str(editor.draft), editor.helped) == ("0F0~", False)
+    editor.open_level("gpipe")
+    assert editor.draft.whole and editor.helped
+    editor.clear()
+    editor.place("0F0")
+    editor.finish()
+    assert editor.won["gpipe"] == "helped"

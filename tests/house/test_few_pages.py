@@ -64,6 +64,71 @@ def test_the_explorer_and_the_editor_play(playing):
     expect(placed(page)).to_have_count(2)
 
 
+NO_PYTHON = "document.documentElement.dataset.python === undefined"
+
+
+@in_a_browser
+def test_links_show_their_own_picture_before_there_is_python(open_page, address):
+    page = open_page(DESK)
+    page.goto(f"{address}/docs/play/explorer.html")
+    expect(page.locator(".devices text")).to_have_count(8)
+    link = page.get_by_role("link", name="1F1B beside GPipe")
+    link.click()
+    expect(page.locator(".heads text").first).to_have_text("pipedream_flush")
+    page.go_back()
+    expect(page.locator(".heads text").first).to_have_text("interleaved")
+    page.goto(f"{address}/docs/play/editor.html#cap")
+    expect(page.locator("[name=level]")).to_have_value("cap")
+    expect(page.locator(".tray .chip")).to_have_count(12)
+    page.locator("[name=level]").evaluate(
+        "(node) => { node.value = 'split'; node.dispatchEvent(new Event('change')) }"
+    )
+    page.wait_for_url("**#split")
+    expect(page.locator(".tray .chip")).to_have_count(12)
+    page.go_back()
+    expect(page.locator("[name=level]")).to_have_value("cap")
+
+
+@in_a_browser
+def test_what_was_not_drawn_is_announced_and_a_wrong_field_is_marked(playing):
+    page = playing("docs/play/explorer.html#schedule=gpipe&devices=3&microbatches=5")
+    expect(page.locator(".play-note")).to_contain_text("gpipe on 3 devices comes")
+    expect(page.locator(".pipelab-explorer .body")).to_be_hidden()
+    shows(page, "makespan", "21")
+    field, body = page.locator("[name=forward]"), page.locator(".pipelab-explorer .body")
+    field.fill("slow")
+    field.press("Enter")
+    expect(field).to_have_attribute("aria-invalid", "true")
+    expect(body).to_have_class("body old")
+    shows(page, "makespan", "21")
+    field.fill("2")
+    field.press("Enter")
+    shows(page, "makespan", "28")
+    expect(body).to_have_class("body")
+    page.reload()
+    shows(page, "makespan", "28")
+    assert page.evaluate(NO_PYTHON)
+
+
+@in_a_browser
+def test_every_level_keeps_its_board(playing):
+    page = playing("docs/play/editor.html#cap")
+    page.locator(".tray .chip", has_text="F0").first.click()
+    expect(placed(page)).to_have_count(1)
+    page.reload()
+    expect(placed(page)).to_have_count(1)
+    assert page.evaluate(NO_PYTHON)
+    page.locator("[name=level]").select_option("gpipe")
+    expect(placed(page)).to_have_count(0)
+    page.goto(f"{page.url.partition('/docs')[0]}/index.html#cap")
+    expect(page.locator("#board .box")).to_have_count(1)
+    page.locator("#keys button").first.click()
+    expect(page.locator("#board .box")).to_have_count(2)
+    page.goto(f"{page.url.partition('/index')[0]}/docs/play/editor.html#cap")
+    expect(page.locator(".play-note")).to_contain_text("The level The cap that forces 1F1B comes")
+    expect(placed(page)).to_have_count(2)
+
+
 @in_a_browser
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_derivations_go_on_by_keys_without_python(open_page, address, size):

@@ -15,7 +15,7 @@ from pipelab.measure.trace import from_trace
 from tests.house.marionette import TAB, firefox, opened
 
 expect = pytest.importorskip("playwright.sync_api").expect
-PATIENCE = 30_000  # milliseconds
+PATIENCE = 30_000
 expect.set_options(timeout=PATIENCE)
 ROOT = Path(__file__).parents[2]
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1400, "height": 1000}
@@ -130,9 +130,7 @@ def test_a_level_is_solved_by_keyboard_and_stays_solved(playing, size):
     page.wait_for_url("**/editor.html#gpipe")
     page.get_by_role("button", name="Finish it for me").click()
     expect(page.locator("[name=level] option").nth(1)).to_have_text("○ GPipe")
-    press(page, "Tab")
-    page.get_by_role("button", name="Undo").click()
-    page.get_by_role("button", name="Undo").click()  # back to the level before
+    page.go_back()  # to the level before
     expect(placed(page)).to_have_count(8)
     page.locator("summary", has_text="Link or file").click()
     link = page.locator("[name=link]").input_value()

@@ -153,8 +153,7 @@ def test_the_numbers_are_the_timelines_and_the_memorys():
     t, shown = explorer.timeline, numbers(explorer)
     m = memory(t, COSTS)
     assert shown["makespan"] == f"{t.makespan:.5g}" and shown["ideal"] == f"{t.ideal:.5g}"
-    for kind, value in t.bubble._asdict().items():
-        assert shown[f"bubble {kind.replace('_', ' ')}"] == f"{value:.1%}"
+    assert shown["bubble"] == f"{t.bubble.of_total:.1%}, {t.bubble.over_ideal:.1%} over ideal"
     assert shown["peak in flight"] == shown["weight versions"] == "4 3 2 1"
     assert shown["peak memory"] == f"{m.peak()[0]:.4g} on device 0"
     for cause, value in m.at_peak(0).items():

@@ -10,7 +10,7 @@ const make = (tag, properties = {}, ...children) => {
   node.append(...children);
   return node;
 };
-const PLAYED = "pipelab-played"; // levels that were won on this site
+const PLAYED = "pipelab-played"; // levels that were won on this site, here or on its front page
 
 const able = () => typeof WebAssembly === "object" && typeof Worker === "function";
 const served = () => location.protocol !== "file:";
@@ -29,6 +29,9 @@ class Model {
   constructor(name, kind, state) {
     Object.assign(this, { name, kind, state, reactions: {}, dirty: new Set(), messages: [], generation: 0, busy: false });
     this.drawn = state.settings; // of an explorer: those that its picture shows
+    this.stored = { ...state }; // what the page came with
+    this.coming = ""; // what was asked for, where the picture is another one
+    this.epoch = 0; // replies to what was asked in an earlier one come too late
   }
 
   get(key) { return this.state[key]; }
@@ -51,7 +54,25 @@ class Model {
   }
 
   save_changes() { this.go(); }
-  send(content) { this.messages.push(content); this.go(); }
+  send(content) {
+    if (content.do === "open_level" && this.visit) return this.visit(content.name);
+    this.messages.push(content);
+    this.go();
+  }
+
+  // A picture that was drawn before, in place of the one that is shown; Python, if it is there, opens it anew.
+  put(state) {
+    Object.assign(this.state, state);
+    this.drawn = this.state.settings;
+    this.renew([]);
+    for (const key of Object.keys(state)) this.emit(key);
+    this.emit("idle");
+  }
+
+  renew(messages) {
+    this.dirty.clear();
+    Object.assign(this, { messages, generation: 0, epoch: this.epoch + 1, coming: "" });
+  }
 
   // One request after the other; of changes made meanwhile only the last counts.
   async go() {
@@ -59,11 +80,13 @@ class Model {
     this.busy = true;
     this.emit("idle");
     while (this.dirty.size || this.messages.length) {
-      const reply = await this.next();
+      const { epoch } = this, reply = await this.next();
+      if (epoch !== this.epoch) continue;
       if (reply.failed) {
         this.messages.length = 0;
         break;
       }
+      this.coming = "";
       this.take(reply.state);
     }
     this.busy = false;
@@ -119,20 +142,22 @@ async function show(node, number) {
   const model = new Model(`${kind}-${number}`, kind, state), page = pages[kind];
   const front = await import(near(`${kind}.js`)), el = make("div");
   const note = make("p", { className: "play-note", role: "status" });
-  if (node.dataset.page) page.read(model);
+  if (node.dataset.page) await page.read(model);
   node.replaceChildren(note, el);
   front.default.render({ model, el });
   if (kind === "derivation") return note.remove(); // it asks Python for nothing
   const told = () => {
     const why = obstacle(node), loading = python.worker && !python.ready && touched;
     node.classList.toggle("jupyter-widgets-disconnected", Boolean(why));
+    node.classList.toggle("coming", Boolean(model.coming));
     node.classList.toggle("starting", !why && model.generation === 0 && Boolean(model.dirty.size || model.messages.length));
     const working = model.busy && python.ready, stop = make("button", { type: "button", textContent: "Stop", onclick: () => python.stop() });
-    note.hidden = !why && !loading && !working;
+    note.hidden = !why && !loading && !working && !model.coming;
     note.classList.toggle("late", working); // seen only when it takes its time
-    const runs = python.waiting.size > 1 ? "Something else on this page still runs …" : "Computing …";
+    const runs = python.waiting.size > 1 ? "Something else on this page still runs …" : page.takes?.(model) ?? "Computing …";
     const doing = working ? [runs, make("progress"), stop] : ["Python is starting; your input is kept …", make("progress")];
-    note.replaceChildren(...(why ? [why] : doing));
+    const coming = model.coming && !why ? [`${model.coming} comes: `] : [];
+    note.replaceChildren(...(why ? [why] : [...coming, ...doing]));
   };
   let touched = false;
   const touch = () => {
@@ -158,16 +183,45 @@ const PLAIN = { compare: "", virtual: 1, batches: 1, memory: "", recompute: "nev
 
 const COUNTS = ["devices", "microbatches", "virtual", "batches"]; // numbers; all else is text
 
-// Its settings in the address, such as #schedule=interleaved&devices=8; those that are not there stay.
+const SEARCHED = { zb_v: [5, 1.6], zb: [3, 0.8] }; // seconds for 1024 = devices x micro-batches, and with which power they grow
+const FIRST = "pipelab-first"; // the explorer's last picture, and where it belongs
+
+// A picture that was drawn when the site was made, or nothing.
+async function drawn(name) {
+  try {
+    return (await (await fetch(near("first.json"))).json())[name];
+  } catch {
+    return null;
+  }
+}
+
+// Its settings in the address, such as #schedule=interleaved&devices=8; those that are not there are the plain ones.
 const explorer = {
-  read(model) {
-    const stored = model.get("settings"), told = [...new URLSearchParams(location.hash.slice(1))].filter(([key]) => key in stored);
-    if (!told.length) return;
-    const settings = { ...stored, ...PLAIN };
+  async read(model) {
+    const hash = location.hash.slice(1), last = remembered(FIRST), { stored } = model;
+    const told = [...new URLSearchParams(hash)].filter(([key]) => key in stored.settings);
+    if (hash && !told.length && document.getElementById(hash)) return; // a place on the page
+    const settings = told.length ? { ...stored.settings, ...PLAIN } : stored.settings;
     for (const [key, text] of told) settings[key] = COUNTS.includes(key) && text.trim() && !isNaN(text) ? +text : text;
-    if (JSON.stringify(settings) === JSON.stringify(stored)) return;
-    model.state.settings = settings;
+    const same = (other) => JSON.stringify(settings) === JSON.stringify(other);
+    if (same(model.drawn) && !model.dirty.size) return;
+    const made = document.querySelector("[data-made]").dataset.made;
+    const mine = last?.made === made && same(last.settings) && last;
+    const found = same(stored.settings) ? stored : mine || (await drawn(`explorer-${hash}`));
+    if (found) return model.put({ settings, drawing: found.drawing, error: "" });
+    Object.assign(model.state, { settings });
     model.dirty.add("settings");
+    model.coming = `${settings.schedule} on ${settings.devices} devices`;
+  },
+
+  // What is said while it is computed: a search for a large table takes long.
+  takes(model) {
+    const { schedule, compare, devices, microbatches } = model.get("settings"), size = devices * microbatches;
+    const [seconds, name] = [schedule, compare].filter((one) => one in SEARCHED).map((one) => {
+      const [least, power] = SEARCHED[one];
+      return [least * (size / 1024) ** power, one];
+    }).sort().at(-1) ?? [0];
+    return seconds > 3 ? `${name} searches for its table: about ${+seconds.toPrecision(1)} s …` : "Computing …";
   },
 
   shown(node, el, model) {
@@ -186,8 +240,11 @@ const explorer = {
     if (node.dataset.page) away.append(button("Copy link", (event) => copy(location.href, event.target)));
     else away.append(make("a", { href: this.address(node, model), textContent: "On a page of its own" }));
     el.querySelector(".pipelab-explorer .picture").append(away);
-    const link = away.querySelector("a");
+    const link = away.querySelector("a"), { made } = node.dataset;
+    const hand = () => keep(FIRST, { made, settings: model.drawn, drawing: model.get("drawing") });
     if (link) model.on("change:settings", () => (link.href = this.address(node, model)));
+    if (link) for (const event of ["pointerdown", "focus"]) link.addEventListener(event, hand);
+    else model.on("change:drawing", hand);
   },
 
   address(node, model) {
@@ -201,28 +258,34 @@ const explorer = {
   },
 
   live(node, el, model) {
-    const write = () => history.replaceState(null, "", `#${this.written(model.get("settings"), PLAIN)}`);
+    const write = () => model.dirty.has("settings") && history.replaceState(null, "", `#${this.written(model.get("settings"), PLAIN)}`);
     model.on("change:settings", write);
-    addEventListener("hashchange", () => {
-      this.read(model);
+    addEventListener("hashchange", async () => {
+      await this.read(model);
       model.emit("settings");
-      model.go();
+      if (model.dirty.size) model.go();
     });
   },
-
 };
 
-// A level in the address (#cap), else the table that was made here last.
+// A level in the address (#cap), or a table of one's own (#own), as it was left there; every one keeps its board.
+const OWN = "own", BOARDS = "pipelab-boards";
 const editor = {
-  read(model) {
-    if (location.hash.startsWith("#pipelab=")) return; // the front end's own
-    const name = location.hash.slice(1), last = remembered("pipelab-table");
-    if (name && !document.getElementById(name)) model.messages.push({ do: "open_level", name });
-    else if (last) model.messages.push({ do: "load", text: last });
+  async read(model) {
+    if (location.hash.startsWith("#pipelab=")) return void (model.coming = "The table of this link"); // the front end reads it
+    const { levels, level } = model.stored.view, boards = remembered(BOARDS) ?? {};
+    const hash = location.hash.slice(1), name = !hash || document.getElementById(hash) ? boards.last ?? level.name : hash;
+    if (name !== OWN && !levels.some(([other]) => other === name)) return void model.messages.push({ do: "open_level", name });
+    const board = boards[name] ?? {}, link = board.link ?? `#pipelab=level=${name}&table=${board.table ?? ""}`;
+    const { made } = document.querySelector("[data-made]").dataset, { help } = model.get("view");
+    const found = board.made === made ? board.view : board.table || name === OWN ? null : name === level.name ? model.stored.view : (await drawn(`editor-${name}`))?.view;
+    if (found) return model.put({ view: { ...this.marked(found), help } });
+    Object.assign(model.state, { view: { ...model.get("view"), link, helped: board.helped ?? false } });
+    model.renew([{ do: "show" }]);
+    model.coming = name === OWN ? "Your table" : `The level ${levels.find(([other]) => other === name)[1]}`;
   },
 
   shown(node, el, model) {
-    this.mark(model);
     model.on("change:view", () => {
       const won = model.get("view").levels.filter(([, , mark]) => mark).map(([name, , mark]) => [name, mark]);
       keep(PLAYED, { ...played(), ...Object.fromEntries(won) });
@@ -233,25 +296,28 @@ const editor = {
     there();
   },
 
-  // What was won before, in the list of levels, without Python.
-  mark(model) {
-    const won = played(), view = model.get("view");
-    const levels = view.levels.map(([name, title, mark]) => [name, title, mark || (won[name] ?? "")]);
-    model.state.view = { ...view, levels };
-    model.emit("view");
+  // With what was won before in the list of levels.
+  marked(view) {
+    const won = played(), levels = view.levels.map(([name, title, mark]) => [name, title, mark || (won[name] ?? "")]);
+    return { ...view, levels };
   },
 
   live(node, el, model) {
+    const go = async () => {
+      if (location.hash.startsWith("#pipelab=")) model.send({ do: "load", text: location.hash });
+      else if (await this.read(model), model.messages.length) model.go();
+    };
+    model.visit = (name) => {
+      history.pushState(null, "", `#${name}`);
+      go();
+    };
     model.on("change:view", () => {
-      const { link, level } = model.get("view");
-      keep("pipelab-table", link);
-      history.replaceState(null, "", `${location.pathname}${location.search}${level.name ? `#${level.name}` : ""}`);
+      const view = model.get("view"), name = view.level.name || OWN, { made } = node.dataset, { link, helped } = view;
+      if (model.coming) return;
+      keep(BOARDS, { ...remembered(BOARDS), last: name, [name]: { table: link.split("table=")[1], link, helped, made, view } });
+      if (location.hash !== `#${name}`) history[location.hash.length > 1 ? "pushState" : "replaceState"](null, "", `#${name}`);
     });
-    addEventListener("hashchange", () => {
-      const text = location.hash, name = text.slice(1);
-      if (text.startsWith("#pipelab=")) model.send({ do: "load", text });
-      else if (name && !document.getElementById(name)) model.send({ do: "open_level", name });
-    });
+    addEventListener("hashchange", go);
   },
 };
 const pages = { explorer, editor };
