@@ -163,8 +163,8 @@ def test_what_is_wrong_in_an_address_is_said_and_the_picture_stays(open_page, pl
     shows(page, "makespan", "28.5")  # as it is stored
     page.evaluate("location.hash = 'schedule=nope&devices=3&recompute=never'")
     expect(page.locator(error)).to_contain_text("unknown schedule 'nope'")
-    page.evaluate("location.hash = 'schedule=gpipe&microbatches=8'")
-    shows(page, "makespan", "30")  # on three devices
+    page.evaluate("location.hash = 'schedule=gpipe&devices=3&microbatches=8'")
+    shows(page, "makespan", "30")
     page.locator("[name=microbatches]").fill("13")  # which takes for ever
     page.locator("[name=microbatches]").press("Enter")
     expect(page.locator(".play-note")).to_contain_text("Computing")
