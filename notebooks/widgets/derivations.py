@@ -3,12 +3,13 @@
 Forward 1, backward 2 of a device's whole share of the model, unless it says otherwise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import simulate
 from pipelab.predict.timeline import Timeline
 from pipelab.schedules import make
+from pipelab.table.action import Kind
 from pipelab.table.schedule import Schedule
 from widgets.derivation import Derivation, Step, cells
 
@@ -185,13 +186,13 @@ def factor(one: Schedule, two: Schedule) -> Derivation:
         Step(
             "With factor 1: device 3 ends backward 0 at 8.5, and device 2 has it at 9. Device 2 "
             "runs backward 0 and then forward 2, until 10.5.",
-            "factor",
+            "",
             {"7B0", "6B0", "6F2"},
         ),
         Step(
             "The output is on device 3 at 11. Meanwhile device 3 has one pair to run. It waits "
             "from 10 to 11: for two transfers.",
-            "factor",
+            "",
             {"7F1", "7B1", "7F2"},
             lambda gap: gap.device == 3 and gap.start == 10,
         ),
@@ -317,5 +318,77 @@ def kept(p: int = 4, m: int = 8) -> Derivation:
         "What does device s hold at most?",
         "H1: {b1: (p - s) M_B} + {w1: s M_W};  H2: {b2: (2 p - 2 s - 1) M_B} + {w2: 2 s M_W}",
         {"ZB-H1": table("zb_h1", p, m), "ZB-H2": table("zb_h2", p, m)},
+        steps,
+    )
+
+
+def two_copies(p: int = 6, m: int = 12, costs: Costs | None = None) -> Derivation:
+    """The bubble of DualPipe with pairs, on a middle device; p even and at least 4, m >= 2 p."""
+    t = simulate(
+        make("dualpipe", p, m).overlap(),
+        costs or Costs(forward=2, input_grad=2, weight_grad=1, together=4),
+    )
+    s, me, times = t.schedule, p // 2, p // 2 - 1
+    mine, pairs = range(*s.bounds[me : me + 2]), s.joined | {i - 1 for i in s.joined}
+    kinds = [action.kind for action in s.actions]
+    last = max(i for i in mine if kinds[i] is Kind.I)
+    # [1] The first micro-batch on its way here, and the last gradient on its way from here.
+    there, back = [s.inputs[mine[0]]], [s.takers[last]]
+    while (i := there[-1]) is not None:
+        there.append(s.inputs[i])
+    while (i := back[-1]) is not None:
+        back.append(s.takers[i])
+    # [2] What each action after a pause waited for, in turn, back to a pair.
+    alone = [i for i in mine if kinds[i] is Kind.B and i not in pairs]
+    for i in (i for i in mine[1:] if t.start[i] > t.end[i - 1]):
+        while i not in pairs:
+            sources = [j for j in (s.inputs[i], t.before[i]) if j is not None]
+            i = max(sources, key=t.end.__getitem__)
+            alone += [i] if i not in s.joined else [i - 1, i]
+
+    def named(found: Iterable[int | None]) -> set[str]:
+        return {str(s.actions[i]) for i in found if i is not None}
+
+    steps = [
+        Step(
+            f"{p} devices hold two copies of the model. Micro-batches enter at both ends, and each "
+            f"passes all devices. Follow device {me}, in the middle."
+        ),
+        Step(
+            f"The first that it gets passes p / 2 - 1 = {times} other devices. It waits for a "
+            "forward on each.",
+            "fill",
+            named(there),
+            lambda gap: gap.device == me and gap.start == 0,
+        ),
+        Step(
+            "Then forwards of one copy pair with backwards of the other, and it never waits.",
+            lit=named(pairs.intersection(mine)),
+        ),
+        Step(
+            "Its forwards run out: it does backwards alone, each in B. Its neighbours still do "
+            f"pairs, in F&B, so the next gradient comes F&B - B too late: {times} times.",
+            "pair",
+            named(alone),
+            lambda gap: gap.device == me and 0 < gap.start and gap.end < t.makespan,
+        ),
+        Step(
+            f"Its last gradient still passes p / 2 - 1 = {times} devices, in I on each. For each "
+            "it has only a W left to do, and is idle for I - W.",
+            "late",
+            named([last, *back, *(i for i in mine if i > last and kinds[i] is Kind.W)]),
+            lambda gap: gap.device == me and gap.end == t.makespan,
+        ),
+        Step(
+            f"Together it is idle for {t.makespan - t.busy[me]:g} of {t.makespan:g}. With F = I, "
+            "and B = I + W, that is p / 2 - 1 times F&B + B - 3 W.",
+            "fill pair late",
+            idle=lambda gap: gap.device == me,
+        ),
+    ]
+    return Derivation(
+        "DualPipe: how long does a device in the middle idle?",
+        "bubble = (p / 2 - 1) ( {fill: F} + {pair: F&B - B} + {late: I - W} )",
+        {"DualPipe": t},
         steps,
     )

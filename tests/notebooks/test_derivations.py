@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipelab import Schedule, make, simulate
+from pipelab import Costs, Schedule, make, simulate
 from pipelab.table.action import Kind
 from pipelab.widgets.drawing import boxes
 from tests.conftest import thorough
@@ -171,6 +171,26 @@ def test_what_h1_and_h2_hold(p, m):
         assert sum(span.action.kind is Kind.I for span in lit) == weights
         start = max(span.start for span in lit if span.action.kind is F)
         assert waiting(found.on[k], device, start) == (forwards, weights)
+
+
+@pytest.mark.parametrize(
+    ("p", "times"), [(4, (1, 1, 1, 2.5)), (6, (2, 2, 1, 4)), (8, (3, 3, 2, 7))]
+)
+def test_the_bubble_of_two_copies(p, times):
+    f, i, w, both = times
+    costs = Costs(forward=f, input_grad=i, weight_grad=w, together=both)
+    found = derivations.two_copies(p, 2 * p, costs)
+    _, fill, pairs, pair, late, total = range(len(found.steps))
+    n, t = p // 2 - 1, found.on[0]
+    assert (busy(found, fill), idle(found, fill)) == (n * f, n * f)
+    assert idle(found, pairs) == 0 and len(found.lit(pairs)) % 2 == 0
+    assert idle(found, pair) == n * (both - i - w)
+    assert {span.device for span in found.lit(pair)} == {*range(p // 2, p)}
+    assert idle(found, late) == n * (i - w)
+    last = [span.end - span.start for span in found.lit(late) if span.action.kind is Kind.I]
+    assert last == [i] * (n + 1)
+    assert idle(found, total) == n * (both + i + w - 3 * w)
+    assert f"idle for {t.makespan - t.busy[p // 2]:g} of {t.makespan:g}" in found.steps[-1].says
 
 
 def test_one_batch_takes_what_the_first_screen_says():
