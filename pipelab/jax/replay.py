@@ -98,21 +98,14 @@ class JaxLibrary:
         with self._active():
             parameters, floats = kept.arguments[:2]
             if not sums:
-                sums.update(
-                    {
-                        n: jnp.zeros(w.shape, sum_type(w.dtype))
-                        for n, w in self._by_name(kept.s, parameters)
-                    }
-                )
+                zeros = [jnp.zeros(w.shape, sum_type(w.dtype)) for w in jax.tree.leaves(parameters)]
+                sums.update(zip(self.names[kept.s], zeros, strict=True))
             if not weighs:
                 return jax.tree.map(jnp.zeros_like, floats), ()
             total = [sums[name] for name in self.names[kept.s]]
             total, back = _pulled(kept.pull, gradient, total)
             sums.update(zip(self.names[kept.s], total, strict=True))
             return back, ()
-
-    def _by_name(self, s: int, parameters: Any) -> Iterator[tuple[str, Any]]:
-        return zip(self.names[s], jax.tree.leaves(parameters), strict=True)
 
     # ---- sums
 

@@ -8,6 +8,7 @@ import random
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -116,8 +117,11 @@ def drawn(seed: int, off: float = 1.0):
     return words, run(*given, **options).check
 
 
-def fuzz(count: int, first: int = 0) -> tuple[Counter[str], list[str]]:
-    """How near right runs are, and what is wrong: right runs that fail, wrong ones that pass."""
+def fuzz(count: int, first: int = 0, drawn: Callable = drawn) -> tuple[Counter[str], list[str]]:
+    """How near right runs are, and what is wrong: right runs that fail, wrong ones that pass.
+
+    drawn  (seed, off) -> words, check
+    """
     found, wrong = Counter[str](), list[str]()
     for seed in range(first, first + count):
         words, right = drawn(seed)
