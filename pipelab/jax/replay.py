@@ -78,14 +78,14 @@ class JaxLibrary:
             if self.outputs is not None and last:
                 self.outputs.append((output, target))
         loss = (y, float(piece.samples if count is None else count)) if last else None
-        return loss or y, (), _Ran(s, arguments, pull, made, loss)
+        return y, (), _Ran(s, arguments, pull, made, loss)
 
-    def again(self, kept: _Ran) -> tuple[_Ran, None]:
+    def again(self, kept: _Ran) -> _Ran:
         if kept.pull is None:
             with self._active():
                 made, pull, _ = self._programs[kept.s].graph(*kept.arguments)
             kept = kept._replace(outputs=made, pull=pull)
-        return kept, None  # the loss that is reported is that of the first forward
+        return kept  # the loss that is reported is that of the first forward
 
     def start(self, kept: _Ran, unit: float) -> tuple[Any, float]:
         assert kept.loss is not None
@@ -109,24 +109,9 @@ class JaxLibrary:
 
     # ---- sums
 
-    def add(self, sums: Sums, more: Sums) -> None:
-        for name, g in more.items():
-            sums[name] = sums[name] + g if name in sums else g
-
-    def add_sizes(self, sums: Sums, more: Sums) -> None:
-        for name, g in more.items():
-            size = abs(numbers(g))
-            sums[name] = sums[name] + size if name in sums else size
-
     def divided(self, sums: Sums, divisor: float) -> Sums:
         with self._active():
             return dict(zip(sums, _divided([*sums.values()], divisor), strict=True))
-
-    def dense(self, gradient: Any) -> Any:
-        return gradient
-
-    def square(self, gradient: Any) -> float:
-        return float((abs(numbers(gradient)) ** 2).sum())
 
     # ---- what is asked of it beside
 
@@ -264,7 +249,7 @@ class JaxModel:
             for s, (_, parameters) in enumerate(parts)
         ]
         types = [leaf.dtype for _, parameters in parts for leaf in jax.tree.leaves(parameters)]
-        coarsest = max(types, key=lambda t: jnp.finfo(t).eps, default=jnp.dtype("float32"))
+        coarsest = max(types, key=lambda t: float(jnp.finfo(t).eps), default=jnp.dtype("float32"))
         self.precision = jnp.finfo(coarsest).dtype.name
         # XLA fuses each program in its own way. Where a type has few digits, these say what is
         # rounded; in float32 and float64 products and sums may be rounded together or apart.
@@ -290,9 +275,6 @@ class JaxModel:
         applies, parameters = zip(*self.parts, strict=True)
         return JaxLibrary([(in_turn(applies), [*parameters])], self.options, self.device, wide)
 
-    def as_whole(self, weights: Sequence[Weights]) -> Weights:
-        return {f"{s}.{name}": w for s, of in enumerate(weights) for name, w in of.items()}
-
     def optimizer(self) -> "JaxSteps":
         return JaxSteps(self)
 
@@ -310,9 +292,6 @@ class JaxModel:
 
     def eps(self, array: Any) -> float:
         return float(jnp.finfo(array.dtype).eps) if _inexact(np.asarray(array).dtype) else 0.0
-
-    def zeros(self, like: Any) -> Any:
-        return np.zeros_like(like)
 
     def rounded(self, array: Any, like: Any) -> Any:
         return array.astype(like.dtype)

@@ -237,6 +237,18 @@ def test_a_loss_that_is_no_mean_fails_though_dropout_needs_micro_batches():
         assert right or "The loss is not a mean over the samples." in str(check)
 
 
+def scaled(parameters, x):
+    return jnp.tanh(x.astype(parameters.dtype) @ parameters)
+
+
+def test_stages_of_float16_and_bfloat16_are_checked():
+    # Was: "Cannot compare dtype", from the check.
+    parts = [(scaled, jnp.eye(6, dtype=dtype)) for dtype in ("float16", "bfloat16")]
+    data = [(jnp.ones((8, 6), "float16"), jnp.ones((8, 6), "bfloat16"))]
+    result = run(make("gpipe", 2, 4), parts, data, mse, optax.sgd(0.1), backend="jax")
+    assert result.check.passed, result.check
+
+
 def test_nnx_modules_are_left_alone():
     modules = [Twin(nnx.Rngs(s)) for s in range(2)]
     before = [np.array(m.inner.kernel[...]) for m in modules]

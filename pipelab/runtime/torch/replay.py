@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from pipelab.runtime.torch.attributes import load_into_modules, of_modules
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.names import names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
-from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, equal, load_buffers
-from pipelab.runtime.verdict.replay import Piece, Sums, Weights, replay
+from pipelab.runtime.torch.state import TREES, StageState, copies_of, equal, load_buffers
+from pipelab.runtime.verdict.replay import Piece, Sums, Weights
 
 Buffers = dict[tuple[nn.Module, str], Tensor | None]
 
@@ -25,62 +26,44 @@ Buffers = dict[tuple[nn.Module, str], Tensor | None]
 class _Ran(NamedTuple):
     """What the backward of a forward takes.
 
-    leaves  of its input that want a gradient, or None; those behind `past` are of the slice before
+    x       its input; `past`: what the slice before has left
+    before  buffers before it, if it runs again before its backward
+    leaves  of its input, then of the past, that want a gradient, or None; `cut`: where that begins
     ends    of its output, then of what it left for the next slice
-    counts  what the loss counts
+    loss    behind the last stage, (mean, count)
     """
 
     s: int
     piece: Piece
     weights: Weights
-    leaves: list[Tensor | None]
-    past: int
-    ends: list[Any]
-    counts: float
-
-
-class _Again(NamedTuple):
-    """A forward that runs again before its backward: its input, and buffers as they were."""
-
-    s: int
-    piece: Piece
-    weights: Weights
     x: Any
-    buffers: Buffers
+    past: Any
+    before: Buffers | None
+    leaves: list[Tensor | None]
+    cut: int
+    ends: list[Any]
+    loss: Any
 
 
 class TorchLibrary:
     """See `replay.Library`.
 
     modules   [lane][stage], without weights of their own
-    threads   by stage, how many its rank computed with
     wide      the type to compute in, if not the run's
-    drew      whether any forward has drawn random numbers
     """
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        options: Options,
-        device: torch.device,
-        *,
-        lanes: int = 1,
-        threads: Sequence[int] = (),
-        sliced: bool = False,
-        draws: bool = True,
-        wide: torch.dtype | None = None,
+        self, model: "TorchModel", modules: Sequence[nn.Module], wide: str, lanes: int = 1
     ) -> None:
+        self.model, self.options, self.device = model, model.options, model.device
+        self.wide: Any = getattr(torch, wide) if wide else None
         # As in the run, a stage's first forward shows whether it draws, where that is not known.
-        self.draws, self._draws = draws, dict[tuple[int, int], bool]()
-        self.options, self.device, self.sliced, self.wide = options, device, sliced, wide
-        self.lanes, self.stages, self.threads = lanes, len(modules), threads
+        self._draws = dict[tuple[int, int], bool]()
+        self.lanes, self.stages = lanes, len(modules)
         copies = (copies_of(modules, empty=True) for _ in range(lanes))
-        made: Any = nn.ModuleList(copies).to(device)
-        self.modules = made
-        if not options.training:
-            self.modules.eval()
-        self.drew = False
-        self.outputs: Any = None
+        made: Any = nn.ModuleList(copies).to(self.device)
+        self.modules = made if self.options.training else made.eval()
+        self.drew, self.outputs = False, None
         self.named = [[dict(s.named_parameters()) for s in of_lane] for of_lane in self.modules]
         for tensor in (*self.modules.parameters(), *self.modules.buffers()):
             tensor.data = self._widened(tensor.data)  # in place, so that tied ones stay tied
@@ -91,16 +74,23 @@ class TorchLibrary:
     # ---- a micro-batch through a stage
 
     def forward(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
-        training, x = self.options.training, x if s else self.moved(x)
-        if training and not piece.again:
-            return self._graph(s, weights, x, past, piece)
-        before: Buffers = self._copied_buffers(piece.lane, s) if training else {}
-        with torch.no_grad():
-            y, left, loss = self._run(s, weights, _copied(x), _copied(past), piece)
-        return (y if loss is None else loss), left, _Again(s, piece, weights, x, before)
+        x, again = x if s else self.moved(x), piece.again or not self.options.training
+        before = self._copied_buffers(piece.lane, s) if again else None
+        with torch.set_grad_enabled(not again):
+            y, left, ran = self._run(s, weights, x, past, piece)
+        return y, left, ran._replace(before=before)
 
-    def _graph(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
-        """A forward with its graph."""
+    def again(self, ran: _Ran) -> _Ran:
+        if ran.before is None:
+            return ran
+        now = self._copied_buffers(ran.piece.lane, ran.s)
+        _put(ran.before)
+        _, _, ran = self._run(ran.s, ran.weights, ran.x, ran.past, ran.piece)
+        _put(now)
+        return ran
+
+    def _run(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
+        """The output and what it leaves for the next slice, detached; and how it came about."""
         leaves: list[Tensor | None] = []
 
         def enter(value: Any, data: bool = False) -> Any:
@@ -109,56 +99,42 @@ class TorchLibrary:
             # A copy: a layer may work in place, and a leaf must not change.
             return _copied(value) if leaf is None else leaf.clone()
 
-        entered = pytree.tree_map(partial(enter, data=s == 0), x)
-        count = len(leaves)
-        past = pytree.tree_map(enter, past)
-        y, left, loss = self._run(s, weights, entered, past, piece)
-        ends = [*(pytree.tree_leaves(y) if loss is None else loss[:1]), *pytree.tree_leaves(left)]
-        counted = 0.0 if loss is None else loss[1]
-        ran = _Ran(s, piece, weights, leaves, len(leaves) - count, ends, counted)
-        return _detached(y if loss is None else loss), _detached(left), ran
-
-    def _run(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
-        """The output, what it leaves for the next slice, and on the last stage (loss, count)."""
-        stage, loss = self.modules[piece.lane][s], None
+        sliced, options = self.model.sliced, self.options
+        given = [pytree.tree_map(partial(enter, data=s == 0), x)]
+        cut, loss = len(leaves), None
+        given += [pytree.tree_map(enter, past)] * sliced
         with self._as_the_rank(s), ExitStack() as stack:
             self._bind(s, weights, piece.lane)
-            if self.options.autocast and self.wide is None:
-                kind, dtype = self.device.type, self.options.autocast
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            if options.autocast and self.wide is None:
+                mixed = torch.autocast(self.device.type, options.autocast, cache_enabled=False)
+                stack.enter_context(mixed)
             if piece.seeds is not None and self._draws.get((piece.lane, s), True):
                 stack.enter_context(self._drawing(piece.lane, s, piece.seeds[s]))
-            y, left = stage(x, past) if self.sliced else (stage(x), ())
+            y = self.modules[piece.lane][s](*given)
+            y, left = y if sliced else (y, ())
+            ends = pytree.tree_leaves(y)
             if s == self.stages - 1:
                 target = self.moved(piece.y)
                 if self.outputs is not None:
                     self.outputs.append(_detached((y, target)))
-                found = self.options.loss(y, target)
+                found = options.loss(y, target)
                 mean, count = found if isinstance(found, tuple) else (found, piece.samples)
-                loss = mean, float(count)
-        return y, left, loss
+                ends, loss = [mean], (_detached(mean), float(count))
+        ends += pytree.tree_leaves(left)
+        ran = _Ran(s, piece, weights, x, past, None, leaves, cut, ends, loss)
+        return _detached(y), _detached(left), ran
 
     # ---- its pull
 
-    def again(self, kept: Any) -> tuple[Any, Any]:
-        if not isinstance(kept, _Again):
-            return kept, None
-        now = self._copied_buffers(kept.piece.lane, kept.s)
-        _put(kept.buffers)
-        loss, _, ran = self._graph(kept.s, kept.weights, kept.x, (), kept.piece)
-        _put(now)
-        return ran, loss
-
-    def start(self, kept: Any, unit: float) -> tuple[Any, float]:
-        mean, count = kept.ends[0], kept.counts
+    def start(self, ran: _Ran, unit: float) -> tuple[Any, float]:
+        mean, count = ran.loss
         # The loss's type may not hold the count: what weighs the gradient is what is counted.
         weight = torch.tensor(count / unit, dtype=mean.dtype, device="cpu").item()
-        start = torch.full_like(mean.detach(), weight)
-        return [None if self.sliced and not count else start], weight
+        return [None if self.model.sliced and not count else torch.full_like(mean, weight)], weight
 
-    def pull(self, kept: Any, gradient: Any, owed: Any, weighs: bool, sums: Sums) -> tuple:
-        named, ends = self.named[kept.piece.lane][kept.s], kept.ends
-        self._bind(kept.s, kept.weights, kept.piece.lane)
+    def pull(self, ran: _Ran, gradient: Any, owed: Any, weighs: bool, sums: Sums) -> tuple:
+        named, ends = self.named[ran.piece.lane][ran.s], ran.ends
+        self._bind(ran.s, ran.weights, ran.piece.lane)
         for name, p in named.items():
             # What is there, autograd adds to in place.
             p.grad = sums.get(name) if weighs else None
@@ -168,59 +144,32 @@ class TorchLibrary:
             for end, g in zip(ends, given, strict=True)
             if isinstance(end, Tensor) and end.requires_grad and g is not None
         ]
-        with self._as_the_rank(kept.s), DRAWING:  # layers under torch.utils.checkpoint draw again
+        with self._as_the_rank(ran.s), DRAWING:  # layers under torch.utils.checkpoint draw again
             if starts:
                 torch.autograd.backward([end for end, _ in starts], [g for _, g in starts])
+        found = [None if leaf is None else leaf.grad for leaf in ran.leaves]
+        if not weighs:
+            found = [None if g is None else torch.zeros_like(g) for g in found]
         for name, p in named.items():
             if p.grad is not None and (weighs or name not in sums):
                 sums[name] = p.grad if weighs else torch.zeros_like(p.grad)
             p.grad = None
-        found = [None if leaf is None else leaf.grad for leaf in kept.leaves]
-        if not weighs:
-            found = [None if g is None else torch.zeros_like(g) for g in found]
-        cut = len(found) - kept.past
-        return found[:cut], found[cut:]
-
-    # ---- sums
+        return found[: ran.cut], found[ran.cut :]
 
     def divided(self, sums: Sums, divisor: float) -> Sums:
         return {name: total / divisor for name, total in sums.items()}
 
-    def dense(self, gradient: Tensor) -> Tensor:
-        return gradient.to_dense()
-
-    def square(self, gradient: Tensor) -> float:
-        return float(gradient.abs().double().square().sum())
-
-    def add(self, sums: Sums, more: Sums) -> None:
-        for name, g in more.items():
-            sums[name] = sums[name] + g if name in sums else g
-
-    def add_sizes(self, sums: Sums, more: Sums) -> None:
-        for name, g in more.items():
-            size = g.to_dense().abs().to(torch.float64)
-            sums[name] = sums[name] + size if name in sums else size
-
     # ---- what is asked of it beside
 
     def traces(self) -> bool:
-        now = self._remembered()
-        return any(
-            differ(self._begun.get(key), value)
-            if isinstance(value, Tensor)
-            else self._begun.get(key) != value
-            for key, value in now.items()
-        )
+        return self._begun != self._remembered()
 
-    def _remembered(self) -> dict[Any, Any]:
-        """Buffers, and what modules' attributes hold, of the first lane."""
-        found: dict[Any, Any] = {}
-        held = of_modules(self.modules[0], self.modules[0].parameters())
-        for name, part in self.modules[0].named_modules():
-            kept = {k: v for k, v in held[name].items() if not k.endswith("_hooks")}
-            buffers = {k: b.detach().clone() for k, b in part._buffers.items() if b is not None}
-            found |= {(name, key): value for key, value in (kept | buffers).items()}
-        return found
+    def _remembered(self) -> tuple[Any, str]:
+        """What modules' attributes hold, and the buffers, of the first lane."""
+        first = self.modules[0]
+        held = of_modules(first, first.parameters())
+        kept = [(k, v) for of in held.values() for k, v in of.items() if not k.endswith("_hooks")]
+        return kept, TREES.digest([*first.buffers()])
 
     def joined_loss(self) -> float:
         loss = self.options.loss(*TREES.joined(self.outputs or []))
@@ -229,21 +178,23 @@ class TorchLibrary:
     @torch.no_grad()
     def coupled(self, weights: Sequence[Weights], whole: Any, parts: Sequence[Any]) -> str:
         number, xs = 0, [self.moved(x) for x in (whole, *parts)]
+        near = partial(torch.allclose, rtol=1e-9, atol=1e-12, equal_nan=True)
         for s, stage in enumerate(self.modules[0]):
             self._bind(s, weights[s], 0)
             plain = type(stage) is nn.Sequential
             for layer in stage if plain else [stage]:
                 whole, *parts = xs = [layer(_copied(x)) for x in xs]
-                leaves = (pytree.tree_leaves(tree) for tree in (whole, TREES.joined(parts)))
-                near = partial(torch.allclose, rtol=1e-9, atol=1e-12, equal_nan=True)
+                leaves = map(pytree.tree_leaves, (whole, TREES.joined(parts)))
                 if not all(near(a, b) for a, b in zip(*leaves, strict=True) if _is_float(a)):
                     return f"layer {number}" if plain else f"stage {s}"
                 number += 1
         return ""
 
     def narrowest(self, weights: Sequence[Mapping[int, Weights]], piece: Piece) -> float:
+        x = piece.x
         with _Narrowing() as narrowing:
-            replay(self, weights, [piece], [[piece.number]] * self.stages * self.lanes, 1.0)
+            for s in range(self.stages):
+                x, _, _ = self.forward(s, weights[s][piece.reads[s]], x, (), piece)
         return narrowing.eps
 
     # ---- contexts
@@ -252,7 +203,7 @@ class TorchLibrary:
     def _as_the_rank(self, s: int) -> Iterator[None]:
         """Compute as the rank of a stage did."""
         before = torch.get_num_threads()
-        threads = self.threads[s] if self.threads else before
+        threads = self.model.threads[s]
         if threads != before:
             torch.set_num_threads(threads)
         try:
@@ -270,7 +221,7 @@ class TorchLibrary:
             yield
             drew = drew_from(seed, self.device)
         self.drew |= drew
-        self._draws.setdefault((lane, s), self.draws or drew)
+        self._draws.setdefault((lane, s), self.model.draws or drew)
 
     def _bind(self, s: int, weights: Weights, lane: int) -> None:
         for name, p in self.named[lane][s].items():
@@ -318,7 +269,7 @@ class TorchLibrary:
     def load(self, start: Sequence[StageState]) -> None:
         """Begin with what modules keep beside their weights in a checkpoint."""
         for lane in self.modules:
-            for stage, state in zip(lane, start, strict=True):
+            for stage, state in zip(lane, start, strict=False):
                 load_into_modules(stage, state.attributes, self.moved)
                 load_buffers(stage, self.moved(state.buffers), self.device)
         self._begun = self._remembered()
@@ -339,22 +290,16 @@ class _Narrowing(TorchDispatchMode):
         return result
 
 
-class _Whole(nn.Module):
+class _Whole(nn.Sequential):
     """All stages as one."""
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.stages = len(stages)
-        for s, stage in enumerate(stages):
-            self.add_module(str(s), stage)
-
     def forward(self, x: Any, *past: Any) -> Any:
-        for s in range(self.stages):
-            stage: Any = self._modules[str(s)]
+        for stage in self:
             x = stage(x, ())[0] if past else stage(x)
         return (x, ()) if past else x
 
 
+@dataclass
 class TorchModel:
     """See `replay.Model`.
 
@@ -362,38 +307,34 @@ class TorchModel:
     start    by stage, the state that training goes on from, if not the beginning; `first` is its
              latest version
     lanes    as `Library` has them; `threads` of the rank of each stage
+    draws    whether forwards are known to draw random numbers; `sliced`: whether they take slices
     """
 
     trees = TREES
     norm_eps = 1e-9
-    names: Sequence[Mapping[str, str]]
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        options: Options,
-        device: torch.device,
-        *,
-        ties: Sequence[Mapping[str, int]],
-        start: Sequence[StageState],
-        first: int,
-        lanes: int,
-        threads: Sequence[int],
-        repeats: bool,
-        sliced: bool,
-        draws: bool,
-        depends_on_cut: bool,
-    ) -> None:
-        self.modules, self.options, self.device = modules, options, device
-        self.ties, self.start, self.first, self.repeats = ties, start, first, repeats
-        self.noise = 0.0 if device.type == "cpu" else 1e-4
-        self.lanes, self.threads, self.sliced, self.draws = lanes, threads, sliced, draws
-        self.names = names_in(modules)
-        floats = [p.dtype for p in nn.ModuleList(modules).parameters() if _is_float(p)]
-        types = [options.autocast] if options.autocast else floats or [torch.get_default_dtype()]
+    modules: Sequence[nn.Module]
+    options: Options
+    device: torch.device
+    ties: Sequence[Mapping[str, int]]
+    start: Sequence[StageState]
+    first: int
+    lanes: int
+    threads: Sequence[int]
+    repeats: bool
+    sliced: bool
+    draws: bool
+    depends_on_cut: bool
+
+    def __post_init__(self) -> None:
+        self.noise = 0.0 if self.device.type == "cpu" else 1e-4
+        self.names: Sequence[Mapping[str, str]] = names_in(self.modules)
+        floats = [p.dtype for p in nn.ModuleList(self.modules).parameters() if _is_float(p)]
+        types = [self.options.autocast or torch.get_default_dtype()]
+        if floats and not self.options.autocast:
+            types = floats
         coarsest = max(types, key=lambda dtype: torch.finfo(dtype).eps)
         self.precision = str(coarsest.to_real()).removeprefix("torch.")
-        self.depends_on_cut = depends_on_cut
 
     def history(self) -> list[dict[int, Weights]]:
         if self.start:
@@ -401,42 +342,21 @@ class TorchModel:
         return [{self.first: dict(stage.named_parameters())} for stage in self.modules]
 
     def library(self, wide: str = "") -> TorchLibrary:
-        library = TorchLibrary(
-            self.modules,
-            self.options,
-            self.device,
-            lanes=self.lanes,
-            threads=self.threads,
-            sliced=self.sliced,
-            draws=self.draws,
-            wide=getattr(torch, wide) if wide else None,
-        )
-        if self.start:
-            library.load(self.start)
+        library = TorchLibrary(self, self.modules, wide, self.lanes)
+        library.load(self.start)
         return library
 
     def truth(self) -> TorchLibrary:
         return self.library("float64")
 
     def whole(self, wide: str) -> TorchLibrary:
-        library = TorchLibrary(
-            [_Whole(self.modules)],
-            self.options,
-            self.device,
-            threads=self.threads[:1],
-            sliced=self.sliced,
-            wide=getattr(torch, wide),
+        library = TorchLibrary(self, [_Whole(*self.modules)], wide)
+        buffers, attributes = (
+            {f"{s}.{k}": v for s, of in enumerate(self.start) for k, v in getattr(of, name).items()}
+            for name in ("buffers", "attributes")
         )
-        if self.start:
-            buffers, attributes = (
-                dict(self.as_whole([getattr(state, name) for state in self.start]))
-                for name in ("buffers", "attributes")
-            )
-            library.load([StageState({}, buffers, attributes=attributes)])
+        library.load([StageState({}, buffers, attributes=attributes)])
         return library
-
-    def as_whole(self, weights: Sequence[Weights]) -> Weights:
-        return {f"{s}.{name}": w for s, of in enumerate(weights) for name, w in of.items()}
 
     def optimizer(self) -> "TorchSteps":
         return TorchSteps(self.modules, self.options.optimizer, self.device, self.start)
@@ -447,15 +367,13 @@ class TorchModel:
     # ---- arrays
 
     def same(self, a: Any, b: Any) -> bool:
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-            return isinstance(b, float) and (a == b or (a != a and b != b))
-        b = b.detach().to(a.device)
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        a, b = (t.detach().to_dense() if t.layout is not torch.strided else t for t in (a, b))
-        if a.itemsize == 1:  # eight-bit floats cannot be compared
-            a, b = a.view(torch.uint8), b.view(torch.uint8)
-        return torch.equal(a, b) or bool(((a == b) | (a != a) & (b != b)).all())
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                return False
+            bits, others = TREES.host(a), TREES.host(b)
+            if bits is not None and others is not None and np.array_equal(bits, others):
+                return True
+        return np.array_equal(self.numbers(a), self.numbers(b), equal_nan=True)
 
     def numbers(self, array: Any) -> np.ndarray:
         if not isinstance(array, Tensor):
@@ -469,9 +387,6 @@ class TorchModel:
         if not isinstance(array, Tensor):
             return float(np.finfo(np.float64).eps)
         return torch.finfo(array.dtype).eps if _is_float(array) else 0.0
-
-    def zeros(self, like: Tensor) -> Tensor:
-        return torch.zeros_like(like)
 
     def rounded(self, array: Tensor, like: Tensor) -> Tensor:
         return array.to_dense().to(like.dtype)

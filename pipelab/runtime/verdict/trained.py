@@ -63,7 +63,7 @@ class Trained:
                         y,
                         lane=replica * table.copies + table.copy_of[k],
                         number=k,
-                        sequence=k - k % per,
+                        sequence=b * (m // per * replicas) + i,
                         reads=reads[k],
                         seeds=None
                         if options.seed is None

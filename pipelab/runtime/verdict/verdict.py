@@ -11,59 +11,77 @@ large the terms of all sums are; and only where kernels do not repeat, or device
 one computes the truth in float64 as well.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipelab.runtime.bar import Bar
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.orders import Step
-from pipelab.runtime.verdict.adds_up import Batch, Replayed, differs_from_itself
+from pipelab.runtime.verdict.adds_up import Batch, differs_from_itself
 from pipelab.runtime.verdict.check import Check, How
 from pipelab.runtime.verdict.compare import EPS_32, LIMIT, distance, far, ratio
 from pipelab.runtime.verdict.order import Reading, added, reading_of
-from pipelab.runtime.verdict.replay import (
-    Joined,
-    Key,
-    Model,
-    Piece,
-    Placed,
-    losses,
-    replay,
-)
+from pipelab.runtime.verdict.replay import Model, Piece, Placed, Total, Update, replay
 from pipelab.runtime.verdict.trained import Trained
 
 DELAY = 3.0  # seconds before a check shows a bar
 
 
-class Differs(Exception):
-    """The first pass has found a tensor that is not equal to the last bit."""
+class Compared(NamedTuple):
+    """An array of the run beside one device's.
 
+    owns    one device's, and in float64 where that is computed
+    size    of its elements, as `ratio` takes it; None: only equal bits are right
+    before  the array whose change is its size
+    eps     of the type in which it is added up
+    exact   one device's before it is rounded to its type; it has so many `terms`
+    """
 
-class Unrepeatable(Exception):
-    """One device has computed the same twice, with other results."""
+    name: str
+    run: Any
+    owns: Sequence[Any]
+    size: Any = None
+    before: Any = None
+    eps: float = 0.0
+    exact: Any = None
+    terms: int = 1
 
 
 def verdict_of(run: Trained, model: Model) -> Check:
     """Judge a run."""
     table, (rule, reading) = run.segment.table, reading_of(run.segment.whole)
-    updates, pieces = table.updates if table.training else 0, run.pieces(reading, model.trees)
+    updates = table.updates if table.training else 0
     if uneven := _uneven(run.steps, updates):
         return Check(False, How.BITS, rule, inf, uneven)
     batch, first = Batch(run, model, rule), dict[str, Any]()
     for how in How:
-        check = Check(True, how, rule, updates=updates)
-        follow = _Pass(run, model, reading, pieces, batch, check, first)
-        try:
-            follow.all()
-        except Differs:
-            continue
-        except Unrepeatable as error:
-            return Check(False, how, rule, inf, reasons=[str(error)])
-        if check.passed or not follow.may_be_rounding:
-            break
+        check, unsteady = Check(True, how, rule, updates=updates), False
+        for one in _Pass(run, model, reading, batch, how).all():
+            check.compared, own = check.compared + 1, one.owns[0]
+            again = first.get(one.name, own)
+            if not model.same(own, again):  # computed twice
+                if _draws(model, own, again):
+                    reason = differs_from_itself(one.name)
+                    return Check(False, how, rule, inf, reasons=[reason])
+                unsteady = True  # kernels that do not repeat to the last bit
+            if model.same(one.run, own):
+                continue
+            if how is How.BITS:
+                first[one.name] = own
+                break
+            off = _off(model, one)
+            if off > check.ratio:
+                check.ratio, check.worst, check.passed = off, one.name, off <= LIMIT
+                both = {"run": one.run, "one device": own}
+                numbers = {name: model.numbers(array) for name, array in both.items()}
+                check.tensors = {} if check.passed else numbers
+        else:
+            if check.passed or (model.repeats and not unsteady):
+                break
     check.reasons, check.unjudged = batch.reasons, batch.unjudged
     check.passed &= not batch.reasons
     return check
@@ -79,269 +97,207 @@ def _uneven(steps: Sequence[Sequence[Sequence[Step]]], updates: int) -> str:
     return ""
 
 
+def _draws(model: Model, own: Any, again: Any) -> bool:
+    """Whether one device's array, computed twice, differs by more than kernels do."""
+    once, twice = model.numbers(own), model.numbers(again)
+    return far(once, twice, twice, model.noise and max(model.noise, model.eps(own))) > 1
+
+
+def _off(model: Model, one: Compared) -> float:
+    """How far the run's array is from one device's: see `ratio` and `far`."""
+    numbers, (own, *truth), eps, exact = model.numbers, one.owns, one.eps, one.exact
+    there, wanted = numbers(one.run), numbers(own if exact is None else exact)
+    if truth:
+        return far(there, wanted, numbers(truth[0]), eps)
+    size = one.size
+    if one.before is not None:
+        size = distance(wanted, numbers(one.before))
+    # A mean is rounded once more where its weight's type is coarser than that of sums.
+    once = model.eps(own) / 2 if exact is not None and model.eps(own) > eps else 0.0
+    if size is None:
+        return inf
+    return ratio(there, wanted, numbers(size), eps, terms=one.terms, rounded=once)
+
+
 class _Pass:
     """One pass over all updates.
 
-    history          [stage][version], the run's own weights
-    first            what the first pass computed where it ended: name -> the array
-    may_be_rounding  whether the run may be right, though it differs by more than an order of sums
+    history  [stage][version], the run's own weights; `placed`: as each library computes with them
     """
 
     def __init__(
-        self,
-        run: Trained,
-        model: Model,
-        reading: Reading,
-        pieces: Sequence[Sequence[Piece]],
-        batch: Batch,
-        check: Check,
-        first: dict[str, Any],
+        self, run: Trained, model: Model, reading: Reading, batch: Batch, how: How
     ) -> None:
-        self.run, self.model, self.check, self.first = run, model, check, first
-        self.reading, self.pieces, self.batch = reading, pieces, batch
-        self.how, self.table = check.how, run.segment.table
-        self.may_be_rounding = not model.repeats
+        self.run, self.model, self.reading, self.batch, self.how = run, model, reading, batch, how
+        self.table = run.segment.table
         self.history = model.history()
-        self.libraries = [model.library(), *[model.truth()] * (check.how is How.ROUNDING)]
+        self.libraries = [model.library(), *[model.truth()] * (how is How.ROUNDING)]
         self.placed = [[Placed(one, of) for of in self.history] for one in self.libraries]
         self.optimizer: Any = model.optimizer() if self.table.training else None
         self.counted: dict[int, tuple[float, float]] = {}
 
-    def all(self) -> None:
+    def all(self) -> Iterator[Compared]:
         """Compare all that there is."""
-        table, training = self.table, self.table.training
-        with Bar("check", table.total * self.run.options.replicas, DELAY) as bar:
-            for i, pieces in enumerate(self.pieces):
-                if training:
-                    self._step(i, self._update(i, pieces))
-                else:
-                    each = zip(self.libraries, self.placed, strict=True)
-                    found = [losses(one, placed, pieces) for one, placed in each]
-                    self._losses(pieces, found)
-                    self._adds_up(i, pieces, [], found[0], None)
+        table, run = self.table, self.run
+        with Bar("check", table.total * run.options.replicas, DELAY) as bar:
+            for i, pieces in enumerate(run.pieces(self.reading, self.model.trees)):
+                order = added(table, i) if table.training else []
+                totals = [
+                    replay(
+                        self.model,
+                        one,
+                        Update(i, pieces, placed, order),
+                        run.unit,
+                        self.model.ties,
+                        sized=self.how is How.SUMS,
+                    )
+                    for one, placed in zip(self.libraries, self.placed, strict=True)
+                ]
+                yield from self._losses(pieces, totals)
+                update = Update(i, pieces, self.history, order)
+                self.batch.look_at(update, totals[0], self.libraries[0])
+                if table.training:
+                    made = [of_stage[i] for of_stage in run.steps[0]]
+                    yield from self._gradients(i, made, totals)
+                    yield from self._step(i, made, totals[0])
                 bar.step(len(pieces))
-        self._results()
+        yield from self._results()
 
     # ---- an update
 
-    def _update(self, i: int, pieces: Sequence[Piece]) -> list[set[str]]:
-        """Compare an update's losses and gradients; returns which weights have one, by stage."""
-        model, order, sized = self.model, added(self.table, i), self.how is How.SUMS
-        totals = [
-            replay(one, placed, pieces, order, self.run.unit, sized=sized)
-            for one, placed in zip(self.libraries, self.placed, strict=True)
-        ]
-        self._losses(pieces, [total.losses for total in totals])
-        made = [of_stage[i] for of_stage in self.run.steps[0]]
-        joined = [
-            Joined(one, of, of.sums, model.ties)
-            for one, of in zip(self.libraries, totals, strict=True)
-        ]
-        self._adds_up(i, pieces, order, totals[0].losses, joined[0])
-        factors = self._clipped(i, joined[0], made)
-        means = [one.means(factors) for one in joined]
-        if sized:
-            sizes = Joined(self.libraries[0], totals[0], totals[0].sizes, model.ties).means(factors)
-        for s, step in enumerate(made):
+    def _losses(self, pieces: Sequence[Piece], totals: Sequence[Total]) -> Iterator[Compared]:
+        """The losses of micro-batches; those of a sequence's slices are one."""
+        for place, slices in groupby(pieces, lambda piece: piece.sequence):
+            keys = [(piece.lane, piece.number) for piece in slices]
+            of_all = [[total.losses[key] for key in keys] for total in totals]
+            owns = [
+                mean_losses([(float(mean), count) for mean, count in of], 1)[0]
+                if len(of) > 1
+                else float(of[0][0])
+                for of in of_all
+            ]
+            run, eps = self.run.result.microbatch_losses[place], self.model.eps(of_all[0][0][0])
+            self.counted[place] = run, sum(count for _, count in of_all[0])
+            # A single number: another order of sums changes the last digit of a coarse type.
+            eps = eps / LIMIT if eps > EPS_32 else eps
+            yield Compared(f"the loss of micro-batch {place}", run, owns, size=owns[0], eps=eps)
+
+    def _gradients(
+        self, i: int, made: Sequence[Step], totals: Sequence[Total]
+    ) -> Iterator[Compared]:
+        """The gradients of an update, and the norms that clipping limits."""
+        model, number, clip = self.model, self._number(i), self.run.options.clip
+        factors = [1.0] * len(made)
+        if clip is not None:
+            for s, norm in enumerate(totals[0].norms(not self.table.asynchronous)):
+                told, label = made[s].norm, f"the norm of the gradient of stage {s} in update "
+                if not abs(told - norm) <= model.norm_eps * norm:
+                    yield Compared(f"{label}{number}", told, [norm])
+            # By the norm that the run says, as torch's.
+            factors = [float(np.minimum(1.0, clip / (step.norm + 1e-6))) for step in made]
+        pairs = zip(totals, self.libraries, strict=True)
+        means = zip(*(total.means(library, factors) for total, library in pairs), strict=True)
+        for s, (step, ((owns, sizes), *truths)) in enumerate(zip(made, means, strict=True)):
             for name, run in step.gradients.items():
-                label = f"the gradient of {model.names[s][name]} in update {self._number(i)}"
-                if name not in means[0][s]:  # it has none, which a run shows as zeros
-                    self._add(label, run, [model.zeros(run)])
+                label = f"the gradient of {model.names[s][name]} in update {number}"
+                if name not in owns:  # it has none, which a run shows as zeros
+                    yield Compared(label, float(abs(model.numbers(run)).max(initial=0.0)), [0.0])
                     continue
-                own = means[0][s][name]
-                rounded, eps = model.rounded(own, run), model.eps(own)
-                self._add(
+                own = owns[name]
+                yield Compared(
                     label,
                     run,
-                    [rounded, *(of[s][name] for of in means[1:])],
-                    sizes[s][name] if sized else None,
-                    eps=eps,
+                    [model.rounded(own, run), *(truth[name] for truth, _ in truths)],
+                    size=sizes.get(name),
+                    eps=model.eps(own),
                     exact=own,
-                    terms=len(pieces),
+                    terms=self.table.per_update * self.run.options.replicas,
                 )
-            self._alike(i, s, "gradients", "the gradient of")
-        return [set(of_stage) for of_stage in means[0]]
+            yield from self._alike(i, s, "gradients", "the gradient of")
 
-    def _adds_up(self, number: int, *rest: Any) -> None:
-        pieces, *others = rest
-        self.batch.look_at(Replayed(number, pieces, self.history, *others), self.libraries[0])
-
-    def _clipped(self, i: int, joined: Joined, made: Sequence[Step]) -> list[float]:
-        """By stage, what clipping multiplies gradients by: by the norm that the run says."""
-        clip = self.run.options.clip
-        if clip is None:
-            return [1.0] * len(made)
-        for s, norm in enumerate(joined.norms(not self.table.asynchronous)):
-            label = f"the norm of the gradient of stage {s} in update {self._number(i)}"
-            if not abs(made[s].norm - norm) <= self.model.norm_eps * norm:
-                self._add(label, np.float64(made[s].norm), [np.float64(norm)])
-        return [float(np.minimum(1.0, clip / (step.norm + 1e-6))) for step in made]  # as torch's
-
-    def _losses(self, pieces: Sequence[Piece], found: Sequence[Mapping[Key, Any]]) -> None:
-        """Compare the losses of micro-batches; those of a sequence's slices are one."""
-        of: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            of.setdefault(self._place(piece), []).append(piece)
-        for place, slices in of.items():
-            keys = [(piece.lane, piece.number) for piece in slices]
-            means = [
-                mean_losses([(float(losses[key][0]), losses[key][1]) for key in keys], 1)[0]
-                if len(keys) > 1
-                else float(losses[keys[0]][0])
-                for losses in found
-            ]
-            run = self.run.result.microbatch_losses[place]
-            eps = self.model.eps(found[0][keys[0]][0])
-            self.counted[place] = run, sum(found[0][key][1] for key in keys)
-            self._add(f"the loss of micro-batch {place}", run, means, means[0], eps=eps)
-
-    def _place(self, piece: Piece) -> int:
-        """The number of its loss in the run's: batch by batch, in a batch replica by replica."""
-        table, replicas = self.table, self.run.options.replicas
-        batch, place = divmod(piece.number, table.microbatches)
-        replica = piece.lane // table.copies
-        return ((batch * replicas + replica) * table.microbatches + place) // table.per_sequence
-
-    def _number(self, i: int) -> int:
-        return self.run.segment.done.updates + i
-
-    def _step(self, i: int, used: Sequence[set[str]]) -> None:
-        """Compare an update's new weights, and go on with the run's own."""
-        model, t, made = self.model, self._number(i), [of[i] for of in self.run.steps[0]]
-        needed = self._read_after(i)
-        weights = [placed[t] for placed in self.placed[0]]
-        weights = [
-            self.libraries[0].place(of) if t in read else of
-            for of, read in zip(weights, needed, strict=True)
+    def _step(self, i: int, made: Sequence[Step], total: Total) -> Iterator[Compared]:
+        """An update's new weights; the next one goes on with the run's own."""
+        model, t, read = self.model, self._number(i), self._read_after(i)
+        before = [
+            self.libraries[0].place(placed[t]) if t in read[s] else placed[t]
+            for s, placed in enumerate(self.placed[0])
         ]
         # The run's own gradients go in: what is judged is the step alone. A zero is not "no
         # gradient": with it Adam would still move the weight.
         given = [
-            {n: g for n, g in step.gradients.items() if n in of}
-            for step, of in zip(made, used, strict=True)
+            {name: g for name, g in step.gradients.items() if name in used}
+            for step, used in zip(made, total.keys, strict=True)
         ]
-        for s, after in enumerate(self.optimizer.step(weights, given)):
+        for s, after in enumerate(self.optimizer.step(before, given)):
             for name, own in after.items():
-                label = f"weight {model.names[s][name]} after update {t}"
-                run, before = made[s].weights[name], self.history[s][t][name]
-                size = None
-                if not model.same(run, own):
-                    size = distance(model.numbers(own), model.numbers(before))
-                # Of the change, not of the weight: a coarse weight must hide no missing step.
-                self._add(label, run, [own], size, eps=min(model.eps(own), EPS_32))
-            self._alike(i, s, "weights", "weight")
-        for s, (history, read) in enumerate(zip(self.history, needed, strict=True)):
+                yield Compared(
+                    f"weight {model.names[s][name]} after update {t}",
+                    made[s].weights[name],
+                    [own],
+                    # Of the change, not of the weight: a coarse weight must hide no missing step.
+                    before=self.history[s][t][name],
+                    eps=min(model.eps(own), EPS_32),
+                )
+            yield from self._alike(i, s, "weights", "weight")
+        for s, history in enumerate(self.history):
             history[t + 1] = made[s].weights
-            for v in [v for v in history if v not in read | {t + 1}]:
-                del history[v]
-            for placed in self.placed:
-                for v in [v for v in placed[s] if v not in history or v == t + 1]:
-                    del placed[s][v]
+            for versions in (history, *(placed[s] for placed in self.placed)):
+                for v in {*versions} - read[s] - {t + 1}:
+                    del versions[v]
         for library in self.libraries:
             library.end_update()
 
+    def _number(self, i: int) -> int:
+        return self.run.segment.done.updates + i
+
     def _read_after(self, i: int) -> list[set[int]]:
         """By stage, the versions that later updates read."""
-        segment = self.run.segment
-        begun, number = segment.before_table.updates, self._number(i)
-        later = [of for of_update in self.reading[number - begun + 1 :] for of in of_update]
+        begun = self.run.segment.before_table.updates
+        later = [*chain.from_iterable(self.reading[self._number(i) - begun + 1 :])]
         return [{begun + of[s] for of in later} for s in range(len(self.history))]
 
-    def _alike(self, i: int, s: int, part: str, what: str) -> None:
+    def _alike(self, i: int, s: int, part: str, what: str) -> Iterator[Compared]:
         """All replicas and copies must have made the same of a stage, to the last bit."""
         first, *others = (getattr(of_lane[s][i], part) for of_lane in self.run.steps)
         for lane, other in enumerate(others, 1):
             where = f"of replica {lane} in update {self._number(i)}"
             for name, own in first.items():
-                self._add(f"{what} {self.model.names[s][name]} {where}", other[name], [own])
+                yield Compared(f"{what} {self.model.names[s][name]} {where}", other[name], [own])
 
     # ---- what the run returns
 
-    def _results(self) -> None:
-        table, result, model = self.table, self.run.result, self.model
-        counted = [self.counted[place] for place in sorted(self.counted)]
-        means = mean_losses(counted, len(result.losses))
-        for b, (run, own) in enumerate(zip(result.losses, means, strict=True)):
-            self._add(f"the loss of batch {b}", run, [own], own, eps=EPS_32)
-        if not table.training:
+    def _results(self) -> Iterator[Compared]:
+        run, model, result = self.run, self.model, self.run.result
+        means = mean_losses([self.counted[p] for p in sorted(self.counted)], len(result.losses))
+        for b, (loss, own) in enumerate(zip(result.losses, means, strict=True)):
+            yield Compared(f"the loss of batch {b}", loss, [own], size=own, eps=EPS_32)
+        if not self.table.training:
             return
+        returned = [*map(model.named, result.weights)]
         buffers = [one.buffers() for one in self.libraries]
         for s, history in enumerate(self.history):
-            returned = model.named(result.weights[s])
             for name, own in history[max(history)].items():
-                if name in returned:
-                    self._add(f"the trained weight {model.names[s][name]}", returned[name], [own])
+                if name in returned[s]:
+                    label = f"the trained weight {model.names[s][name]}"
+                    yield Compared(label, returned[s][name], [own])
             for name, own in buffers[0][s].items():
-                if name in returned:  # what is not persistent is in no state dict
-                    owns = [of[s][name] for of in buffers]
-                    size = np.abs(model.numbers(own)).max(initial=0.0)
-                    label = f"buffer {name} of stage {s}"
-                    self._add(label, returned[name], owns, size, eps=model.eps(own))
-        if self.run.saved:
-            self._saved("the checkpoint", self.run.saved)
-
-    def _saved(self, where: str, states: Sequence[Any]) -> None:
-        """All that a checkpoint holds or lacks."""
-        returned = map(self.model.named, self.run.result.weights)
-        buffers = [
-            {name: weights.get(name, own) for name, own in of.items()}
-            for of, weights in zip(self.libraries[0].buffers(), returned, strict=True)
-        ]
-        for s, state in enumerate(states):
-            there, wanted = self.optimizer.saved(s, state, self.history[s], buffers[s])
+                if name in returned[s]:  # what is not persistent is in no state dict
+                    yield Compared(
+                        f"buffer {name} of stage {s}",
+                        returned[s][name],
+                        [of[s][name] for of in buffers],
+                        size=np.abs(model.numbers(own)).max(initial=0.0),
+                        eps=model.eps(own),
+                    )
+        for s, state in enumerate(run.saved):
+            kept = {name: returned[s].get(name, own) for name, own in buffers[0][s].items()}
+            there, wanted = self.optimizer.saved(s, state, self.history[s], kept)
             for path in {**wanted, **there}:
                 own = wanted.get(path, np.zeros(0))
-                size = np.abs(self.model.numbers(own))
-                label = f"in {where}, {path} of stage {s}"
-                self._add(label, there.get(path, np.zeros(0)), [own], size, eps=EPS_32)
-
-    # ---- one comparison
-
-    def _add(
-        self,
-        name: str,
-        run: Any,
-        owns: Sequence[Any],
-        size: Any = None,
-        *,
-        eps: float = 0.0,
-        exact: Any = None,
-        terms: int = 1,
-    ) -> None:
-        """Compare an array.
-
-        owns   on one device, and in float64 where that is computed
-        size   of its elements, as `ratio` takes it; None: only equal bits are right
-        exact  the array on one device before it is rounded to its type
-        """
-        check, model, own = self.check, self.model, owns[0]
-        check.compared += 1
-        again = self.first.get(name, own)
-        if not model.same(own, again):  # computed twice
-            self._differs_from_itself(name, own, again)
-        if model.same(run, own):
-            return
-        if self.how is How.BITS:
-            self.first[name] = own
-            raise Differs
-        there, wanted = model.numbers(run), model.numbers(own if exact is None else exact)
-        if len(owns) > 1:
-            off = far(there, wanted, model.numbers(owns[1]), eps)
-        elif size is None:
-            off = inf
-        else:
-            # A mean is rounded once more where its weight's type is coarser than that of sums.
-            once = model.eps(own) / 2 if exact is not None and model.eps(own) > eps else 0.0
-            off = ratio(there, wanted, model.numbers(size), eps, terms=terms, rounded=once)
-        if off > check.ratio:
-            check.ratio, check.worst, check.passed = off, name, off <= LIMIT
-            both = {"run": there, "one device": model.numbers(own)}
-            check.tensors = {} if check.passed else both
-
-    def _differs_from_itself(self, name: str, own: Any, again: Any) -> None:
-        """What one device has computed twice, with other results."""
-        noise, model = self.model.noise, self.model
-        once, twice = model.numbers(own), model.numbers(again)
-        if far(once, twice, twice, noise and max(noise, model.eps(own))) > 1:
-            raise Unrepeatable(differs_from_itself(name))
-        self.may_be_rounding = True  # kernels that do not repeat to the last bit
+                yield Compared(
+                    f"in the checkpoint, {path} of stage {s}",
+                    there.get(path, np.zeros(0)),
+                    [own],
+                    size=np.abs(model.numbers(own)),
+                    eps=EPS_32,
+                )

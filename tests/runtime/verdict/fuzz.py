@@ -109,6 +109,7 @@ def drawn(seed: int, off: float = 1.0):
         "autocast": torch.bfloat16 if dtype is torch.float32 and draw.random() < 0.3 else None,
         "backend": draw.choice(["threads"] * 9 + ["processes"]),
         "seed": seed,
+        "timeout": 600.0,  # processes of a busy machine start slowly
         "replicas": replicas,
     }
     optimizer = draw.choice([torch.optim.SGD, *MOMENTS])
