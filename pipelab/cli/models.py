@@ -211,9 +211,12 @@ class Training:
         sizes = " ".join(f"{key}={value}" for key, value in vars(self).items())
         return sizes if model == "gpt2" else f"{model} {sizes}"
 
-    def table(self, steps: int) -> Schedule:
+    def table(self) -> Schedule:
         sizes = self.schedule, self.devices, self.microbatches, self.virtual
-        return validate(TableOptions(*sizes, batches=steps).make())
+        table = validate(TableOptions(*sizes).make())
+        if self.batch < (least := table.microbatches * self.replicas):
+            raise ValueError(f"--batch {self.batch}: give at least {least}, one a micro-batch")
+        return table
 
     def model(self, name: str, steps: int) -> tuple[list, list, Callable, int]:
         """The layers, batches of text, a loss, and the length of a passage."""

@@ -2,12 +2,11 @@
 
 import os
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TextIO
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -32,6 +31,7 @@ from pipelab.cli.options import (
 from pipelab.cli.report import SIZES, FailedVerdict, as_json, describe, verdict_of
 from pipelab.measure.trace import from_trace
 from pipelab.predict.costs import Recomputed
+from pipelab.training.step import TrainedBatch
 
 
 @dataclass(frozen=True)
@@ -187,78 +187,73 @@ def train_command(
     """
     import torch
 
-    from pipelab.cli.training import train
+    from pipelab import Trainer
+    from pipelab.cli.training import TrainingFolder, train
 
     first = os.environ.get("RANK", "0") == "0"
     check_targets(save=save if first else None)
     if "RANK" in os.environ and not save:
         raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
-    schedule = training.table(steps)
+    schedule = training.table()
     layers, batches, loss, length = training.model(model, steps)
     given = layers, schedule, balance, batches[0], loss
     stages = into_stages(*given, replicas=training.replicas, device=device)
     other = f" balance={[len(stage) for stage in stages]}" if balance != "uniform" else ""
     if other and first:
         _tell_balance(stages, json)
-    with nullcontext(save) if save else tempfile.TemporaryDirectory() as folder:
-        parts = train(
-            schedule,
-            stages,
-            batches,
-            loss,
-            partial(torch.optim.Adam, lr=training.lr),
-            folder,
-            every=every,
-            name=training.name(model) + other,
-            backend=backend,
-            devices=device,
-            replicas=training.replicas,
-            clip=training.clip,
-            timeout=timeout,
-        )
-        file = sys.stderr if json else None
-        report, verdict = _follow(parts, training.batch * length, first, file)
-    if first:
-        print(as_json(report) if json else f"The first {every} steps of this call: {verdict}")
-        if not verdict.passed:
-            raise FailedVerdict(str(verdict))
-
-
-def _follow(
-    parts: Iterable[Any], tokens: int, shown: bool, file: TextIO | None
-) -> tuple[dict[str, Any], Any]:
-    """Train part by part, with a line for each; stop if a check fails.
-
-    tokens  of a batch
-
-    Returns the report, and the verdict on the first part.
-    """
-    seconds = 0.0
-    verdict: Any = None
-    for part in parts:
-        timeline, peak = part.run.timeline, part.run.memory.peak()
-        seconds += timeline.makespan
-        speed = timeline.schedule.batches * tokens / timeline.makespan
-        verdict = part.run.check or verdict
-        if shown:
+    trainer = partial(
+        Trainer,
+        schedule,
+        stages,
+        loss,
+        partial(torch.optim.Adam, lr=training.lr),
+        backend=backend,
+        devices=device,
+        replicas=training.replicas,
+        clip=training.clip,
+        timeout=timeout,
+    )
+    folder = TrainingFolder(Path(save), training.name(model) + other) if save else None
+    done: list[Any] = []
+    for part in train(trainer, batches, folder, every):
+        done += part
+        if first:
+            speed = len(part) * training.batch * length / sum(step.seconds for step in part)
             print(
-                f"step {part.steps:>5}  loss {part.losses[-1]:.4f}  {speed:,.0f} tokens/s  "
-                f"bubble {timeline.bubble.of_total:.1%}  {max(peak) / 2**20:.1f} MiB at the most",
-                file=file,
+                f"step {part[-1].number:>5}  loss {part[-1].loss:.4f}  {speed:,.0f} tokens/s",
+                file=sys.stderr if json else None,
                 flush=True,
             )
-        if not verdict.passed:
-            break
-    report = {
-        "steps": part.steps,
-        "losses": part.losses,
-        "seconds": seconds,
-        "tokens_per_second": speed,
-        "bubble": timeline.bubble._asdict(),
-        "memory": peak,
-        "check": verdict_of(verdict),
-    }
-    return report, verdict
+    if first:
+        earlier = folder.losses[: done[0].number - 1] if folder else []
+        _tell_training(done, earlier, speed, json)
+
+
+def _tell_training(
+    steps: Sequence[TrainedBatch], earlier: Sequence[float], speed: float, json: bool
+) -> None:
+    """The report; `earlier` are the losses of the calls before, and `speed` is the last part's."""
+    run = steps[0].run
+    assert run and run.check
+    bubble, memory = run.timeline.bubble, run.memory.peak()
+    if json:
+        report = {
+            "steps": steps[-1].number,
+            "losses": [*earlier, *(step.loss for step in steps)],
+            "seconds": sum(step.seconds for step in steps),
+            "tokens_per_second": speed,
+            "bubble": bubble._asdict(),
+            "memory": memory,
+            "check": verdict_of(run.check),
+        }
+        print(as_json(report))
+    else:
+        print(
+            f"The first step of this call: bubble {bubble.of_total:.1%}, at most "
+            f"{max(memory) / 2**20:.1f} MiB a device. {run.check}"
+        )
+    if not run.check.passed:
+        raise FailedVerdict(str(run.check))
 
 
 def explain_command(

@@ -58,7 +58,6 @@ class Wing(ABC):
     draws        whether forwards are known to draw random numbers, if `options` has a seed for
                  them; else the first ones show it
     ties         per stage, the weights that other stages have too: name -> number of the tie
-    owner        of checkpoints: the training that keeps them in its folder, if any
     """
 
     optimizer = "__call__", "a factory, such as torch.optim.SGD"
@@ -67,7 +66,6 @@ class Wing(ABC):
     launcher: Threads
     devices: Sequence[Any]
     draws = True
-    owner = ""
 
     def __init__(self, schedule: Schedule, stages: Sequence[Any], options: Options) -> None:
         self.stages, self.options = stages, options

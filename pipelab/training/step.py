@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pipelab.runtime.result import Run
 from pipelab.runtime.verdict.check import Check
 
 
@@ -11,7 +12,7 @@ class Result(NamedTuple):
 
     loss: float
     seconds: float
-    check: Check | None
+    run: Run | None
     counted: float
     norm: float
     rates: Sequence[float]
@@ -21,12 +22,14 @@ class TrainedBatch:
     """A batch that training has begun with. Whoever reads its results waits until they are known.
 
     number   of batches up to and including it, from the beginning of the training; never waits
-    check    whether it equals one device's training, with its seconds, or None if not asked;
-             never waits
+    run      of a checked batch, which has the pipeline alone: its timeline and memory, without
+             weights; else None; never waits
+    check    that run's: whether it equals one device's training, with its seconds
     known    whether all of the following is known, so that reading it does not wait
     loss     the mean over the whole batch; `counted`: over how many samples, or tokens if the loss
              tells them
-    seconds  since the batch before, or since it was read if that was later
+    seconds  since the batch before, or since it was read if that was later; of a batch that has the
+             pipeline alone, its timeline's
     norm     of the whole gradient of its last update, before clipping
     rates    the learning rates of that update: see `Run`
     """
@@ -58,8 +61,12 @@ class TrainedBatch:
         return self._known().seconds
 
     @property
+    def run(self) -> Run | None:
+        return self._result.run if self._result else None  # what is checked is known at once
+
+    @property
     def check(self) -> Check | None:
-        return self._result.check if self._result else None  # what is checked is known at once
+        return self.run.check if self.run else None
 
     @property
     def norm(self) -> float:

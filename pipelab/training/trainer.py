@@ -5,6 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -245,6 +246,12 @@ class Trainer(AbstractContextManager):
         if self._session.launcher.first:
             say(*values)
 
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """The value that `make` returns on process 0, in every process: a decision for all."""
+        with self._whole():
+            self._finish("from_first")
+            return self._session.launcher.from_first(make, "from_first")
+
     @property
     def weights(self) -> list[Any]:
         """The current weights, a state dict per stage; on several machines a rank's own."""
@@ -308,15 +315,14 @@ class Trainer(AbstractContextManager):
         checked = self._every > 0 and not (number - self._first) % self._every
         if checked or pieces < endless.table.microbatches:
             self._empty()
-            began = time.perf_counter()
             segment = endless.segment(number, pieces)
             run = session.run(segment, {number: batch}, check=checked)
             self._begin_step()
             self._begun = session.done
             self._last = time.perf_counter()
-            seconds = self._last - began - (run.check.seconds if run.check else 0.0)
             known = sum(run.counts), run.norms[-1], run.rates[-1]
-            self._end_step(Result(run.losses[0], seconds, run.check, *known))
+            alone = replace(run, weights=[]) if checked else None
+            self._end_step(Result(run.losses[0], run.timeline.makespan, alone, *known))
             self._updates.clear()
             if run.check and not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)

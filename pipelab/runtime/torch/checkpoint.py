@@ -38,7 +38,6 @@ class Index:
     schedule as CSV
     digests  of the stages' files
     layers   by stage, the names of its layers: see `recut.layers_in`
-    owner    the training that keeps it in its folder, by its recorded name; "": the caller
     """
 
     batch: int
@@ -46,7 +45,6 @@ class Index:
     asynchronous: bool
     schedule: str
     digests: list[str]
-    owner: str = ""
     layers: list[list[str]] = field(default_factory=list)
 
     @classmethod
@@ -55,12 +53,14 @@ class Index:
         try:
             content = json.loads(regular(folder / INDEX).read_text())
             digest = content.pop("digest")
+            found = _digest_of(content)
+            content.pop("owner", None)  # of older versions
             index = cls(**content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{folder} does not hold a checkpoint ({type(error).__name__}: {error})"
             ) from None
-        if digest != _digest_of(content) or not index._is_sound():
+        if digest != found or not index._is_sound():
             raise ValueError(
                 f"{folder / INDEX} was changed after it was written: use another checkpoint"
             )
@@ -68,7 +68,7 @@ class Index:
 
     def _is_sound(self) -> bool:
         """Whether every field is of its type."""
-        types: Any = {int}, {int, type(None)}, {bool}, {str}, {list}, {str}, {list}
+        types: Any = {int}, {int, type(None)}, {bool}, {str}, {list}, {list}
         if not all(type(x) in of for x, of in zip(vars(self).values(), types, strict=True)):
             return False
         names = [name if type(of) is list else of for of in self.layers for name in of or [""]]
@@ -102,7 +102,6 @@ def write_index(
     schedule: Schedule,
     done: int,
     seed: int | None,
-    owner: str,
     stages: Sequence[nn.Module],
 ) -> None:
     """Describe the stages' files in `folder`, after `done` batches."""
@@ -110,7 +109,7 @@ def write_index(
         # The digests tie the files together: one of another checkpoint is found out.
         digests = [_digest(_file(folder, s)) for s in range(schedule.model_stages)]
         table, layers = schedule.to_csv(), layers_in(stages)
-        index = Index(done, seed, schedule.asynchronous, table, digests, owner, layers)
+        index = Index(done, seed, schedule.asynchronous, table, digests, layers)
         content = asdict(index)
         content["digest"] = _digest_of(content)
         write(folder / INDEX, (json.dumps(content, indent=1) + "\n").encode())

@@ -287,15 +287,13 @@ class TorchWing(Wing):
             yield None
             return
         # All ranks write to the draft that the first one names.
-        own = f"{self.owner}{uuid4().hex[:8]}"
-        token, *_ = self.launcher.share(own, "save", early=True)
+        token, *_ = self.launcher.share(uuid4().hex[:8], "save", early=True)
         first = self.launcher.first
         with draft_of(folder, first, token) as draft:
             yield draft
             if first:
-                seed, owner = self.options.seed, self.owner
                 stages = self.stages[: self.schedule.model_stages]
-                checkpoint.write_index(draft, self.schedule, done, seed, owner, stages)
+                checkpoint.write_index(draft, self.schedule, done, self.options.seed, stages)
         self.launcher.from_first(lambda: None, "save")  # all ranks may read it from now on
 
     def save_loader(self, folder: Path, loader: Any) -> None:
