@@ -4,11 +4,9 @@
 From the caller to a tensor and back, who makes what:
 
     run, Trainer    Options      how to train: the same for all, from here to the stages
-        |           Segment      a part of the training from an empty pipeline to an empty one; most
-        |                        batches of a Trainer are in none
-        v
-    Session         Workload     what all ranks do next: rows, and the versions that they read
-        |           Data         the batches of it, read when they are first needed
+        |           Work         batches of the training: what all ranks do next, and the versions
+        v                        that they read
+    Session         Data         the batches of it, read when they are first needed
         |           Job          of the library's `Wing`: a row and its stages, for the training
         |           Order        what a rank does next: the actions of its row, and a MicroBatch
         v                        for each new micro-batch of its stages
@@ -18,12 +16,12 @@ From the caller to a tensor and back, who makes what:
     Worker          Message      what it sends another one by a `Transport`: an output, a gradient
         |           Outcome      of an order: losses, weights, and its Record: times and bytes
         v
-    Session         Run          of a segment's outcomes (`result`), with its check
+    Session         Run          of the work's outcomes (`result`), with its check
                                  by `verdict.verdict`
 
-Four numberings meet here. A *table* counts micro-batches and updates from 0; so does a *segment*
-cut out of it. The *training* counts through all of them, as do workloads, orders and stages: an
-`Offset` is added to a table's numbers. Each replica numbers its own share of micro-batches; the
+Three numberings meet here. A *table* counts micro-batches and updates from 0, also one that is cut
+out of another. The *training* counts through all of them, as do work, orders and stages: a table's
+numbers are moved by an `Offset`. Each replica numbers its own share of micro-batches; the
 *data* are numbered batch by batch, and within a batch replica by replica (`microbatches_of`).
 
 `verdict.replay` does the same on one device by the papers' rules, in the wing's arithmetic. Torch's

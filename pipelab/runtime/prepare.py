@@ -1,11 +1,11 @@
 """What a run needs to know of its table and data, for any library."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,43 +16,29 @@ from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
-from pipelab.table.transform import fewer
-
-
-class Offset(NamedTuple):
-    """The part of a training before a table; add it to the table's numbers for the training's."""
-
-    microbatches: int
-    updates: int
-
-    @classmethod
-    def of(cls, schedule: Schedule, batches: int) -> "Offset":
-        """This many batches, which end with their updates."""
-        microbatches = batches * schedule.microbatches
-        return cls(microbatches, microbatches // schedule.per_update)
-
-    def moved(self, actions: Iterable[Action]) -> list[Action]:
-        """Actions with their numbers in the training."""
-        return [Action(s, kind, number + self[kind is Kind.U]) for s, kind, number in actions]
+from pipelab.table.transform import Offset, fewer
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A part of a training between two times when the pipeline is empty.
+class Work:
+    """Batches of a training, and what ranks do for them.
 
     whole   the table of the training
     begun   batches of the table that are done before; `end` afterwards
     before  batches of the training before the table's: see `Endless`
-    later   per stage, the versions that later batches read; None where the table has all of these
+    later   per stage, the versions that later batches read; None where the table has all of them
     pieces  micro-batches of its one batch, which may be too short for the table's; 0: the table's
+    orders  the rows of ranks whose pipeline others of the training's batches fill, too; default:
+            those of these batches alone, from an empty pipeline to an empty one
     """
 
     whole: Schedule
     begun: int
     end: int
     before: int = 0
-    later: Sequence[Collection[int]] | None = None
+    later: Sequence[Set[int]] | None = None
     pieces: int = 0
+    orders: Sequence[Sequence[Action]] | None = None
 
     @cached_property
     def table(self) -> Schedule:
@@ -66,30 +52,42 @@ class Segment:
         """By their numbers in the training."""
         return range(self.before + self.begun, self.before + self.end)
 
-    @property
+    @cached_property
     def before_table(self) -> Offset:
         """What of the training is done before the whole table."""
         return Offset.of(self.whole, self.before)
 
     @property
     def done(self) -> Offset:
-        """What of the training is done before this segment."""
+        """What of the training is done before these batches."""
         return Offset.of(self.whole, self.batches.start)
 
-    def workload(self) -> "Workload":
-        """The table, numbered through the training."""
-        rows = [self.done.moved(row) for row in self.table.rows]
-        later = self.later or self.later_in_table()
-        overlapped = frozenset(self.done.moved(self.table.overlapped))
-        return Workload(rows, overlapped, self.version, later, self.table.microbatches)
+    @property
+    def microbatches(self) -> int:
+        """Of each batch; a short one has fewer than the numbers that it takes."""
+        return self.pieces or self.whole.microbatches
+
+    @property
+    def rows(self) -> Sequence[Sequence[Action]]:
+        """What each row does, numbered through the training."""
+        return self.orders or [self.done.moved(row) for row in self.table.rows]
+
+    @property
+    def overlapped(self) -> Collection[Action]:
+        """Actions of the rows that overlap with the one before."""
+        own = self.orders is None
+        table, offset = (self.table, self.done) if own else (self.whole, self.before_table)
+        return frozenset(offset.moved(table.overlapped))
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
         microbatches, updates = self.before_table
         return self.whole.read_at(stage, microbatch - microbatches) + updates
 
-    def later_in_table(self) -> list[set[int]]:
-        """Per stage, the versions made before the end that later batches of the table read."""
+    def read_later(self) -> Sequence[Set[int]]:
+        """Per stage, the versions that later batches read, as far as they are made by the end."""
+        if self.later:
+            return self.later
         first = self.batches.stop * self.whole.microbatches
         numbers = range(first, self.before_table.microbatches + self.whole.total)
         made = self.done.updates + self.table.updates
@@ -172,25 +170,9 @@ def unit_of(data: Data, pieces: int) -> int:
     return 1 << samples_of(smallest, data.trees).bit_length()
 
 
-class Workload(NamedTuple):
-    """What ranks do next in a training, numbered through it.
-
-    rows     actions; `overlapped`: those that overlap with the one before
-    version  (stage, micro-batch) -> the weight version that it reads
-    later    per stage, the versions that data after these read
-    pieces   micro-batches of each batch, which may be fewer than the numbers that it has
-    """
-
-    rows: Sequence[Sequence[Action]]
-    overlapped: Collection[Action]
-    version: Callable[[int, int], int]
-    later: Sequence[Collection[int]]
-    pieces: int
-
-
 def microbatches_of(
     table: Schedule,
-    work: Workload,
+    work: Work,
     data: Data,
     row: int,
     *,
@@ -198,7 +180,7 @@ def microbatches_of(
     options: Options,
 ) -> dict[int, dict[int, MicroBatch]]:
     """The micro-batches of a row's stages, by number; only the model's ends read the data."""
-    m, count, replicas = table.microbatches, work.pieces, options.replicas
+    m, count, replicas = table.microbatches, work.microbatches, options.replicas
     every = [b * m + k for b in data.numbers for k in range(count)]
     own = [s for s, d in enumerate(table.placement) if d == row]
     recompute = options.recompute.mask(m, m)

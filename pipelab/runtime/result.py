@@ -19,7 +19,7 @@ from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Bytes, Outcome, Record, Update, by_stage
-from pipelab.runtime.prepare import Segment
+from pipelab.runtime.prepare import Work
 from pipelab.runtime.verdict.check import Check
 from pipelab.table.schedule import Schedule
 
@@ -84,9 +84,9 @@ class Run:
         return f"<Run of {s.name} on {sizes}. {verdict}{pace}{whole}>"
 
 
-def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -> Run:
+def result_of(work: Work, outcomes: Sequence[Outcome], options: Options) -> Run:
     """Everything but the verdict."""
-    table, replicas, paced = segment.table, options.replicas, options.pace is not None
+    table, replicas, paced = work.table, options.replicas, options.pace is not None
     # Data are numbered batch by batch, and in a batch replica by replica.
     by_place = {(o.row, o.replica): o for o in outcomes}
     records = [[by_place[d, r].record for d in range(table.devices)] for r in range(replicas)]
@@ -94,7 +94,7 @@ def result_of(segment: Segment, outcomes: Sequence[Outcome], options: Options) -
     m, n, weights = table.microbatches, table.model_stages, by_stage(outcomes, "weights")
     last = [table.placement[(copy + 1) * n - 1] for copy in table.copy_of]
     places = [
-        (by_place[last[b * m + k], r], segment.done.microbatches + b * m + k)
+        (by_place[last[b * m + k], r], work.done.microbatches + b * m + k)
         for b in range(table.batches)
         for r in range(replicas)
         for k in range(m)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelab.predict.costs import Costs, Recomputed, recompute_of
 from pipelab.runtime.options import Options
-from pipelab.runtime.prepare import Segment
+from pipelab.runtime.prepare import Work
 from pipelab.runtime.result import Run
 from pipelab.runtime.session import Session
 from pipelab.runtime.wings import wing_of
@@ -147,9 +147,9 @@ def run(
     )
     check_sequence(batches)
     session = Session(wing_of(backend), schedule, stages, options, batches=len(batches))
-    segment, folder = _segment(session, options), new_folder("save", save)
+    work, folder = _work(session, options), new_folder("save", save)
     with session:
-        return session.run(segment, batches, check=check, save=folder)
+        return session.run(work, batches, check=check, save=folder)
 
 
 def evaluate(
@@ -184,7 +184,7 @@ def evaluate(
     )
     check_sequence(batches)
     with Session(wing_of(backend), schedule, stages, options, batches=len(batches)) as session:
-        return session.run(Segment(session.schedule, 0, len(batches)), batches, check=check)
+        return session.run(Work(session.schedule, 0, len(batches)), batches, check=check)
 
 
 def check_sequence(batches: Any) -> None:
@@ -196,7 +196,7 @@ def check_sequence(batches: Any) -> None:
         )
 
 
-def _segment(session: Session, options: Options) -> Segment:
+def _work(session: Session, options: Options) -> Work:
     """The part of the table that is to be run."""
     schedule, begun, stop = session.schedule, session.done, options.stop
     if stop is not None and not options.save:
@@ -204,7 +204,7 @@ def _segment(session: Session, options: Options) -> Segment:
     end = schedule.batches if stop is None else stop
     if not begun < end <= schedule.batches:
         raise ValueError(f"stop={stop}: give a batch after {begun}, at most {schedule.batches}")
-    return Segment(schedule, begun, end)
+    return Work(schedule, begun, end)
 
 
 def new_folder(name: str, folder: str | Path | None) -> Path | None:

@@ -20,8 +20,7 @@ from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Outcome, Step, by_stage
 from pipelab.runtime.prepare import (
-    Segment,
-    Workload,
+    Work,
     check_table,
     find_partners,
     microbatches_of,
@@ -217,9 +216,9 @@ class Session(AbstractContextManager):
     # ---- a part of the table
 
     def run(
-        self, segment: Segment, batches: Any, *, check: Any, save: Path | None = None, **fields: Any
+        self, work: Work, batches: Any, *, check: Any, save: Path | None = None, **fields: Any
     ) -> Run:
-        """Execute the segment, and judge it.
+        """Do the work, and judge it.
 
         batches  by their numbers in the training; only those needed here are read
         save     where to keep a checkpoint afterwards
@@ -227,7 +226,7 @@ class Session(AbstractContextManager):
         """
         with self.wing.context():
             # [1] what it starts from, for the reference
-            wing, table = self.wing, segment.table
+            wing, table = self.wing, work.table
             if check and table.training and self.launcher.first:
                 needed, free = wing.needed(table.updates), wing.free()
                 if needed > free:
@@ -238,13 +237,13 @@ class Session(AbstractContextManager):
                         stacklevel=3,
                     )
             start, untold = self._states() if check and self.started else (wing.start, "")
-            data = Data(batches, segment.batches, wing.trees)
+            data = Data(batches, work.batches, wing.trees)
             # [2] run, and keep the checkpoint only if all of it could be written
             result: Run | None = None
             try:
-                with wing.saving(save, segment.batches.stop) as draft:
+                with wing.saving(save, work.batches.stop) as draft:
                     self.submit(
-                        segment.workload(),
+                        work,
                         data,
                         paces=paces_of(table, self.options),
                         training=table.training,
@@ -255,8 +254,8 @@ class Session(AbstractContextManager):
                     )
                     outcomes = self.collect()
                     if table.training:
-                        self.done = segment.batches.stop
-                    result = result_of(segment, outcomes, self.options)
+                        self.done = work.batches.stop
+                    result = result_of(work, outcomes, self.options)
                     self.check_copies(outcomes)
                     # A rank that could not write its part keeps its outcome: the run is not lost.
                     for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
@@ -269,7 +268,7 @@ class Session(AbstractContextManager):
             # [3] judge what came of it
             if check:
                 # One process has all weights and steps; the others wait here for its verdict.
-                given = segment, data, result, outcomes, start, save
+                given = work, data, result, outcomes, start, save
                 result.check = self.launcher.from_first(
                     lambda: Check.not_made(untold) if untold else self._verdict(*given),
                     "the check",
@@ -278,19 +277,19 @@ class Session(AbstractContextManager):
 
     def _verdict(
         self,
-        segment: Segment,
+        work: Work,
         data: Data,
         result: Run,
         outcomes: Sequence[Outcome],
         start: Mapping[int, Any],
         save: Path | None,
     ) -> Check:
-        began, wing, options, table = time.perf_counter(), self.wing, self.options, segment.table
+        began, wing, options, table = time.perf_counter(), self.wing, self.options, work.table
         lanes = [(r, copy) for r in range(options.replicas) for copy in range(table.copies)]
         try:
             states = [start[s] for s in sorted(start)][: table.model_stages]
             run = Trained(
-                segment,
+                work,
                 data,
                 result,
                 [steps_of(table, outcomes, *lane) for lane in lanes],
@@ -299,7 +298,7 @@ class Session(AbstractContextManager):
                 self.unit,
                 self._kept_of_batch(table, outcomes) < wing.free(),
             )
-            model = wing.model(segment.done.updates, states, by_stage(outcomes, "kernels"))
+            model = wing.model(work.done.updates, states, by_stage(outcomes, "kernels"))
             found = verdict_of(run, model)
         except Exception:  # the run is complete, and must not be lost
             found = Check.not_made(format_exc())
@@ -318,16 +317,14 @@ class Session(AbstractContextManager):
 
     # ---- orders
 
-    def submit(
-        self, work: Workload, data: Data, *, paces: Sequence[Any] = (), **fields: Any
-    ) -> None:
+    def submit(self, work: Work, data: Data, *, paces: Sequence[Any] = (), **fields: Any) -> None:
         """Give each rank of this process its row, and its part of the data.
 
         The first call starts them. `fields` are of every `Order`.
         """
         schedule, options = self.schedule, self.options
         if self.reads and not self.unit:
-            whole = work.pieces // schedule.per_sequence
+            whole = work.microbatches // schedule.per_sequence
             self.unit = unit_of(data, whole * options.replicas)
         orders = [
             Order(
@@ -336,7 +333,7 @@ class Session(AbstractContextManager):
                 microbatches=microbatches_of(
                     schedule, work, data, row, replica=replica, options=options
                 ),
-                later=work.later,
+                later=work.read_later(),
                 unit=self.unit,
                 paces=paces[row] if paces else None,
                 **fields,

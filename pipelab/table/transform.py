@@ -1,14 +1,30 @@
 """Tables made of a table: fewer or more batches, forwards alone, transfers written out or not."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pipelab.table.action import HOST, Action, Kind, Reads, ScheduleError
 from pipelab.table.versions import VersionedTable
 
 AnyTable = TypeVar("AnyTable", bound=VersionedTable)
+
+
+class Offset(NamedTuple):
+    """How far a table's numbers move if batches come before it."""
+
+    microbatches: int
+    updates: int
+
+    @classmethod
+    def of(cls, table: VersionedTable, batches: int) -> "Offset":
+        """This many batches of the table, which end with their updates."""
+        microbatches = batches * table.microbatches
+        return cls(microbatches, microbatches // table.per_update)
+
+    def moved(self, actions: Iterable[Action]) -> list[Action]:
+        return [Action(s, kind, number + self[kind == Kind.U]) for s, kind, number in actions]
 
 
 def part(table: AnyTable, first: int, last: int) -> AnyTable:
@@ -29,22 +45,18 @@ def part(table: AnyTable, first: int, last: int) -> AnyTable:
             f"{table.name} updates every {table.per_update} micro-batches: cut it where an update "
             "ends"
         )
-    updated = begin // table.per_update
-    rows = []
-    for row in table.rows:
-        cells = []
-        for stage, kind, number in row:
-            size, ahead = (table.per_update, updated) if kind == Kind.U else (1, begin)
-            if begin <= number * size < end:
-                cells.append(Action(stage, kind, number - ahead))
-        rows.append(cells)
-    overlapped = _still_overlapped(table, begin, end)
+    kept, sizes, back = range(begin, end), (1, table.per_update), Offset.of(table, -first)
+    rows = [
+        back.moved(a for a in row if a.microbatch * sizes[a.kind == Kind.U] in kept)
+        for row in table.rows
+    ]
+    overlapped = frozenset(back.moved(_still_overlapped(table, kept)))
     batches = last - first
     cut = replace(table, rows=rows, batches=batches, overlapped=overlapped, versions_read=None)
     read = {
-        (stage, k - begin): version - updated
+        (stage, k + back.microbatches): version + back.updates
         for (stage, k), version in table.versions.items()
-        if begin <= k < end
+        if k in kept
     }
     return cut if cut.versions == read else replace(cut, versions_read=read)
 
@@ -58,7 +70,7 @@ def fewer(table: AnyTable, microbatches: int) -> AnyTable:
         [action for action in row if action.kind is Kind.U or action.microbatch < microbatches]
         for row in table.rows
     ]
-    overlapped = _still_overlapped(table, 0, microbatches)
+    overlapped = frozenset(_still_overlapped(table, range(microbatches)))
     return replace(
         table,
         rows=rows,
@@ -68,33 +80,19 @@ def fewer(table: AnyTable, microbatches: int) -> AnyTable:
     )
 
 
-def _still_overlapped(table: VersionedTable, begin: int, end: int) -> frozenset[Action]:
-    """Those that overlap with a forward where only these micro-batches are left, from 0 on."""
-    kept = range(begin, end)
-    return frozenset(
-        (b := table.actions[i])._replace(microbatch=b.microbatch - begin)
-        for i in table.joined
-        if table.actions[i].microbatch in kept and table.actions[i - 1].microbatch in kept
-    )
+def _still_overlapped(table: VersionedTable, kept: range) -> list[Action]:
+    """Those that overlap with a forward where only these micro-batches are left."""
+    pairs = [table.actions[i - 1 : i + 1] for i in table.joined]
+    return [b for a, b in pairs if a.microbatch in kept and b.microbatch in kept]
 
 
 def repeat(table: AnyTable, batches: int) -> AnyTable:
     """A one-batch table with a flush, repeated in the same order for each of the batches."""
     if batches == 1:
         return table
-    rows = [
-        [
-            Action(stage, kind, number + batch * (1 if kind == Kind.U else table.microbatches))
-            for batch in range(batches)
-            for stage, kind, number in row
-        ]
-        for row in table.rows
-    ]
-    overlapped = frozenset(
-        a._replace(microbatch=a.microbatch + batch * table.microbatches)
-        for batch in range(batches)
-        for a in table.overlapped
-    )
+    offsets = [Offset.of(table, batch) for batch in range(batches)]
+    rows = [[a for offset in offsets for a in offset.moved(row)] for row in table.rows]
+    overlapped = frozenset(a for offset in offsets for a in offset.moved(table.overlapped))
     return replace(table, rows=rows, batches=batches, overlapped=overlapped)
 
 

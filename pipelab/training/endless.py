@@ -5,14 +5,15 @@ order of batch 0 | 1               | 2               | ...         pipedream, p 
 1F0 1B0 1U0 1F1 1B1 1U1 | 1F2 1B2 1U2 ...                          next batch's first action
 """
 
+from dataclasses import replace
 from functools import cached_property
 from math import ceil
 
-from pipelab.runtime.prepare import Offset, Segment, Workload
+from pipelab.runtime.prepare import Work
 from pipelab.schedules import SCHEDULES, make
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
-from pipelab.table.transform import repeat
+from pipelab.table.transform import Offset, repeat
 
 
 class Endless:
@@ -56,30 +57,26 @@ class Endless:
             found.append(Offset.of(self.table, more).moved(kept))
         return found
 
-    def workload(self, batch: int, begun: int) -> Workload:
-        """A batch, with others before and after it in the pipeline; `begun` as for `orders`."""
-        rows, later = self.orders(batch, begun), self.later(batch)
-        ahead = Offset.of(self.table, batch - min(batch, self.steady))
-        overlapped = frozenset(ahead.moved(self.table.overlapped))
-        return Workload(rows, overlapped, self.version, later, self.table.microbatches)
+    def work(self, batch: int, begun: int | None = None, pieces: int = 0) -> Work:
+        """A batch alone in the pipeline; or, `begun` as for `orders`, between others.
 
-    def version(self, stage: int, microbatch: int) -> int:
-        """The weight version that it reads."""
-        batch = microbatch // self.table.microbatches
-        before = Offset.of(self.table, max(0, batch - self.steady))
-        k = microbatch - before.microbatches
-        return self.table.read_at(stage, k) + before.updates
+        pieces  as in `Work`
+        """
+        orders = None if begun is None else self.orders(batch, begun)
+        return replace(self._at(batch), later=self.later(batch), pieces=pieces, orders=orders)
+
+    def _at(self, batch: int) -> Work:
+        at = min(batch, self.steady)
+        return Work(self.table, at, at + 1, batch - at)
 
     def later(self, batch: int) -> list[set[int]]:
         """Per stage, the versions that batches after this one read, as far as they may be there."""
         m = self.table.microbatches
-        numbers = range((batch + 1) * m, (batch + 2 + self.staleness) * m)
-        return [{self.version(s, k) for k in numbers} for s in range(self.table.stages)]
-
-    def segment(self, batch: int, pieces: int = 0) -> Segment:
-        """One batch, from an empty pipeline to an empty pipeline; `pieces` as in `Segment`."""
-        at = min(batch, self.steady)
-        return Segment(self.table, at, at + 1, batch - at, self.later(batch), pieces)
+        works = [(b, self._at(b)) for b in range(batch + 1, batch + 2 + self.staleness)]
+        return [
+            {work.version(s, k) for b, work in works for k in range(b * m, (b + 1) * m)}
+            for s in range(self.table.stages)
+        ]
 
     # ---- of the table
 

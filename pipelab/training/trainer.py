@@ -16,7 +16,7 @@ from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, sample
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Update, by_stage
-from pipelab.runtime.prepare import Segment
+from pipelab.runtime.prepare import Work
 from pipelab.runtime.result import norms_and_rates
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
@@ -202,9 +202,9 @@ class Trainer(AbstractContextManager):
                 if batch is not None:
                     batch = repeated(batch, times, self.number, trees)
             with self._whole():
-                segment = Segment(table, 0, 1, self.number, pieces=pieces or table.per_sequence)
+                work = Work(table, 0, 1, self.number, pieces=pieces or table.per_sequence)
                 data, asked = {self.number: batch}, dict(metrics or {})
-                run = session.run(segment, data, check=False, metrics=asked, outputs=outputs)
+                run = session.run(work, data, check=False, metrics=asked, outputs=outputs)
             evaluation.add(run, times, trees)
         return evaluation
 
@@ -315,8 +315,8 @@ class Trainer(AbstractContextManager):
         checked = self._every > 0 and not (number - self._first) % self._every
         if checked or pieces < endless.table.microbatches:
             self._empty()
-            segment = endless.segment(number, pieces)
-            run = session.run(segment, {number: batch}, check=checked)
+            work = endless.work(number, pieces=pieces)
+            run = session.run(work, {number: batch}, check=checked)
             self._begin_step()
             self._begun = session.done
             self._last = time.perf_counter()
@@ -328,7 +328,7 @@ class Trainer(AbstractContextManager):
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
-        session.submit(endless.workload(number, self._begun), data)
+        session.submit(endless.work(number, self._begun), data)
         session.done += 1
         self._begin_step()
         self._under_way.append(data)

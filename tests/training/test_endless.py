@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Reads, Schedule, make
-from pipelab.runtime.prepare import Offset
+from pipelab.table.transform import Offset
 from pipelab.training.endless import Endless
 
 NAMES = [
@@ -36,18 +36,18 @@ def test_orders_are_the_rows_of_a_long_table(name, p, m, batches, data):
     for d, row in enumerate(part.rows):
         orders = [endless.orders(b, begun)[d] for b in range(begun, batches)]
         rest = endless.orders(batches - 1, begun, rest=True)[d]
-        ahead = begun * long.microbatches, begun * endless.updates
-        assert [*chain(*orders, rest)] == Offset(*ahead).moved(row)
-    assert all(endless.version(s, k) == v for (s, k), v in long.versions.items())
+        assert [*chain(*orders, rest)] == Offset.of(long, begun).moved(row)
+    works = [endless.work(b) for b in range(batches)]
+    versions = long.versions.items()
+    assert all(works[k // long.microbatches].version(s, k) == v for (s, k), v in versions)
     # What later batches read is kept, as far as it is there.
     made = batches * endless.updates
     longer = table(name, p, m, batches + p + 2)
-    checked = endless.segment(batches - 1).workload()
     for s in range(p):
         numbers = range(batches * long.microbatches, longer.total)
         read = {longer.versions[s, k] for k in numbers}
-        for later in (endless.later(batches - 1)[s], checked.later[s]):
-            assert {v for v in read if v <= made} == {v for v in later if v <= made}
+        later = works[-1].read_later()[s]
+        assert {v for v in read if v <= made} == {v for v in later if v <= made}
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

@@ -21,7 +21,7 @@ from pipelab.runtime.batches import Data, cut_batch, samples_of
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order
-from pipelab.runtime.prepare import Segment
+from pipelab.runtime.prepare import Work
 from pipelab.runtime.session import Wing
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
@@ -178,7 +178,7 @@ class TorchWing(Wing):
         wanted = sorted({s % n for s in here})
         states = checkpoint.states_for(folder, index, self.stages[:n], wanted, factory)
         self.start = {s: states[s % n] for s in here}
-        read = [] if endless else Segment(self.schedule, 0, index.batch).later_in_table()
+        read = [] if endless else Work(self.schedule, 0, index.batch).read_later()
         for s, versions in enumerate(read):
             lost = versions - {*self.start[s].weights} if s in self.start else ()
             if lost:

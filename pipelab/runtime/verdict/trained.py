@@ -8,7 +8,7 @@ from typing import Any
 from pipelab.runtime.batches import Trees, cut_batch, length_of, samples_of, slices_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Step
-from pipelab.runtime.prepare import Segment, seed_for
+from pipelab.runtime.prepare import Work, seed_for
 from pipelab.runtime.result import Run
 from pipelab.runtime.verdict.order import Reading
 from pipelab.runtime.verdict.replay import Piece
@@ -24,7 +24,7 @@ class Trained:
     roomy  whether the memory has room for a batch undivided
     """
 
-    segment: Segment
+    segment: Work
     data: Sequence[Any]
     result: Run
     steps: Sequence[Sequence[Sequence[Step]]]
