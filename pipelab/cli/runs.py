@@ -181,7 +181,7 @@ def train_command(
         model: a folder: of a causal language model as transformers saves it, or its config alone
         steps: in total; may be more than before
         device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
-        every: a checkpoint every K steps
+        every: a line, and with --save a checkpoint, every K steps
         balance: layers of each stage, such as 3,5,5,1, or how to find them
         save: keep the last checkpoint here, and continue from it; other files are not touched
     """
@@ -192,8 +192,6 @@ def train_command(
 
     first = os.environ.get("RANK", "0") == "0"
     check_targets(save=save if first else None)
-    if "RANK" in os.environ and not save:
-        raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
     schedule = training.table()
     layers, batches, loss, length = training.model(model, steps)
     given = layers, schedule, balance, batches[0], loss

@@ -477,16 +477,18 @@ def test_train_under_torchrun(tmp_path, capsys):
     whole = json.loads(capsys.readouterr().out)
     short = command.replace("--steps 4", "--steps 2")
     lines = [f"{short}{ranks}", f"{command}{ranks}", f"{command}{threads}"]
+    lines.append(short.replace("--every 1", "").replace("--save ", ""))  # nothing is saved
     # While another training has a folder, both say so.
     with TrainingFolder(threads, "") as other:
         assert "holds another training" in str(other.take(1, 5))
         done = subprocess.run([*torchrun, script, *lines], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is used by another training, process") == 2
-    two, four, *statuses = done.stdout.splitlines()
+    two, four, unsaved, *statuses = done.stdout.splitlines()
     assert json.loads(two)["losses"] == whole["losses"][:2]
     assert json.loads(four)["losses"] == whole["losses"]
-    assert statuses == ["[0, 0, 2]"] * 2
+    assert json.loads(unsaved)["losses"] == whole["losses"][:2]
+    assert statuses == ["[0, 0, 2, 0]"] * 2
 
 
 def test_another_training_is_not_gone_on_with(tmp_path, capsys):
