@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -212,32 +212,37 @@ def train_command(
         timeout=timeout,
     )
     folder = TrainingFolder(Path(save), training.name(model) + other) if save else None
-    done: list[Any] = []
-    for part in train(trainer, batches, folder, every):
-        done += part
+    parts = train(trainer, batches, folder, every)
+    _follow(parts, folder, training.batch * length, first, json)
+
+
+def _follow(
+    parts: Iterable[list[TrainedBatch]], folder: Any, tokens: int, first: bool, json: bool
+) -> None:
+    """Train part by part, with a line for each on the first rank, and report there.
+
+    tokens  of a batch
+    """
+    steps: list[TrainedBatch] = []
+    for part in parts:
+        steps += part
         if first:
-            speed = len(part) * training.batch * length / sum(step.seconds for step in part)
+            speed = len(part) * tokens / sum(step.seconds for step in part)
             print(
                 f"step {part[-1].number:>5}  loss {part[-1].loss:.4f}  {speed:,.0f} tokens/s",
                 file=sys.stderr if json else None,
                 flush=True,
             )
-    if first:
-        earlier = folder.losses[: done[0].number - 1] if folder else []
-        _tell_training(done, earlier, speed, json)
-
-
-def _tell_training(
-    steps: Sequence[TrainedBatch], earlier: Sequence[float], speed: float, json: bool
-) -> None:
-    """The report; `earlier` are the losses of the calls before, and `speed` is the last part's."""
+    if not first:
+        return
     run = steps[0].run
     assert run and run.check
+    before = folder.losses[: steps[0].number - 1] if folder else []
     bubble, memory = run.timeline.bubble, run.memory.peak()
     if json:
         report = {
             "steps": steps[-1].number,
-            "losses": [*earlier, *(step.loss for step in steps)],
+            "losses": [*before, *(step.loss for step in steps)],
             "seconds": sum(step.seconds for step in steps),
             "tokens_per_second": speed,
             "bubble": bubble._asdict(),
