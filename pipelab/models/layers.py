@@ -93,7 +93,7 @@ def load(stages: Sequence[nn.Module], weights: Sequence[Mapping[str, Tensor]] | 
     """
     if isinstance(weights, (str, Path)):
         folder = Path(weights)
-        states = states_for(folder, Index.read(folder), stages, range(len(stages)), None)
+        states = states_for(folder, Index.read(folder), stages, range(len(stages)), trains=False)
         weights = []
         for s, stage in enumerate(stages):  # a stage's other names of tied weights are its own
             saved = {**states[s].newest(), **states[s].buffers}

@@ -37,8 +37,8 @@ from torch.utils import _pytree as pytree
 from pipelab.peers import PeerRun, need
 from pipelab.peers.record import PeerRecord, StepRecorder, gather, recorded, trace_files, weights_of
 from pipelab.predict.costs import Recompute
+from pipelab.runtime.torch.copies import copies_of
 from pipelab.runtime.torch.stage import Loss, OptimizerFactory
-from pipelab.runtime.torch.state import copies_of
 from pipelab.runtime.worker import RunError, told
 from pipelab.table.action import Action, Kind, check_counts, insert_updates
 from pipelab.table.schedule import Schedule

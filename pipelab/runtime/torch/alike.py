@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import length_of, mean_losses, samples_of, slices_of
-from pipelab.runtime.torch.state import TREES, copies_of
+from pipelab.runtime.torch.copies import copies_of
+from pipelab.runtime.torch.state import TREES
 
 NEAR = 1e-6  # of float64 sums in another order, with room
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import Trees
+from pipelab.runtime.torch.copies import copied_together, storage_of
 from pipelab.runtime.torch.state import PER_GROUP, TREES
 
 NUMBERS = int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device
@@ -46,7 +46,7 @@ class Attributes:
         weights = [*weights]
         self._trees = trees
         self._weights = {id(weight): n for n, weight in enumerate(weights)}
-        self._storages = {_storage(weight) for weight in weights}
+        self._storages = {storage_of(weight) for weight in weights}
         self._passed = {*map(id, passed)}
 
     def of(self, owner: Any, without: Iterable[str] = ()) -> dict[str, list[Any]]:
@@ -71,7 +71,7 @@ class Attributes:
             elif id(value) in self._weights:
                 yield path, f"weight {self._weights[id(value)]}"
             elif isinstance(value, Tensor):
-                if not value.is_meta and _storage(value) not in self._storages:
+                if not value.is_meta and storage_of(value) not in self._storages:
                     yield path, self._trees.digest(value)
             elif isinstance(value, np.ndarray):
                 yield path, self._trees.digest(value)
@@ -85,11 +85,6 @@ class Attributes:
                     known = self._weights.get(id(key))
                     key = repr(key) if known is None else f"weight {known}"
                     waiting.append((f"{path}[{key}]", part, (*around, id(value))))
-
-
-def _storage(tensor: Tensor) -> int:
-    strided = tensor.layout is torch.strided and not tensor.is_nested
-    return tensor.untyped_storage().data_ptr() or id(tensor) if strided else id(tensor)
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -152,30 +147,6 @@ def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
         return isinstance(value, PLAIN)
     inside = *around, id(value)
     return id(value) not in around and all(is_plain(part, inside) for part in parts)
-
-
-def copied_together(
-    values: Any, placed: Callable[[Tensor], Tensor], stay: Iterable[Any] = ()
-) -> Any:
-    """Copies of trees with `placed` tensors: what is one, or shares memory, still does.
-
-    stay  what is not copied
-    """
-    made: dict[int, Any] = {id(value): value for value in stay}
-    leaves = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-    tensors = {id(t): t for t in leaves if id(t) not in made}
-    sharing = Counter(map(_storage, tensors.values()))
-    memory: dict[Any, Tensor] = {}
-    for key, tensor in tensors.items():
-        tensor, at = tensor.detach(), (_storage(tensor), tensor.dtype)
-        if sharing[at[0]] == 1:
-            made[key] = placed(tensor)
-            continue
-        if at not in memory:
-            memory[at] = placed(tensor.new_empty(0).set_(tensor.untyped_storage()))
-        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
-        made[key] = memory[at].as_strided(*layout)
-    return copy.deepcopy(values, made)
 
 
 # ---- of optimizers

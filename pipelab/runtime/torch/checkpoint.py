@@ -8,7 +8,7 @@ torch.load(weights_only=True), which runs no code, reads files, and only unchang
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import file_digest, sha256
@@ -193,12 +193,12 @@ def _is_sound(state: StageState) -> bool:
     """Whether its fields are of their types; another error where one is not even alike."""
     tensors = [state.buffers, *state.weights.values()]
     tables = [state.weights, state.frozen, state.optimizer, *state.optimizer.values()]
-    tables += [state.others, state.attributes]
+    tables += [state.groups, state.others, state.attributes]
     return (
         {*map(type, state.weights)} == {int}
         and all(isinstance(t, Tensor) for of in tensors for t in of.values())
-        and all(isinstance(of, dict) for of in tables + state.groups + state.schedulers)
-        and isinstance(state.kinds, list)
+        and all(isinstance(of, dict) for of in tables)
+        and all(isinstance(of, list) for of in state.groups.values())
     )
 
 
@@ -207,20 +207,20 @@ def states_for(
     index: Index,
     stages: Sequence[nn.Module],
     wanted: Sequence[int],
-    factory: Callable[[Any], Any] | None,
+    trains: bool,
 ) -> dict[int, StageState]:
     """States that the `wanted` ones of `stages` continue from. ValueError if one does not fit.
 
-    factory  makes optimizers: see `recut`
+    trains  whether optimizers continue as well
     """
     load, saved, now = partial(load_stage, folder, index=index), index.layers, layers_in(stages)
     alike = len(index.digests) == len(stages)
     # Without an optimizer the newest version of the weights is enough.
-    divisible = saved and now and not (index.asynchronous and factory)
+    divisible = saved and now and not (index.asynchronous and trains)
     if alike and (not saved or not now or [*map(len, saved)] == [*map(len, now)]):
         states = {s: load(s) for s in wanted}
     elif divisible and sum(map(len, saved)) == sum(map(len, now)):
-        states = recut(load, saved, stages, wanted, factory)
+        states = recut(load, saved, stages, wanted, trains)
     else:
         described = (
             f"{count} stages" + (f" of {[*map(len, layers)]} layers" if layers else "")

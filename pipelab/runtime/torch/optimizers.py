@@ -1,12 +1,13 @@
 """Optimizers as their factories make them: each stage's is its own."""
 
-import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import Any
 
 from torch import Tensor, nn
+
+from pipelab.runtime.torch.copies import copied_with
 
 MAKING = RLock()  # a factory may write into tensors that other runs' factories read
 
@@ -37,23 +38,35 @@ def make_optimizer(
             _check_weights(x, of_x, weights)
             _check_step(x)
         inner = [x for x in vars(optimizer).values() if hasattr(x, "param_groups")]
-        optimizers = [optimizer, *inner, *stepped]
-        # What deepcopy finds in its memo it takes as copied: weights and optimizers stay what they
-        # are, wherever they are named.
-        stay = {id(x): x for x in (*weights, *optimizers, *schedulers)}
-        copies = dict(stay)
-        given = [*optimizer.param_groups]
-        for x in optimizers:  # an optimizer around another one has its list, or its groups
-            x.param_groups[:] = _copied(x, x.param_groups, copies)
-        for x in schedulers:
-            vars(x).update(_copied(x, vars(x), copies))
+        optimizers, given = [optimizer, *inner, *stepped], [*optimizer.param_groups]
+        stay = [(x, x) for x in (*weights, *optimizers, *schedulers)]
+        # Copied together: a scheduler may have noted groups and rates, and an optimizer around
+        # another one has its list, or its groups.
+        contents = [x.param_groups for x in optimizers], [vars(x) for x in schedulers]
+        groups, states = _copied((optimizer, *schedulers), contents, stay)
+        for x, of_x in zip(optimizers, groups, strict=True):
+            x.param_groups[:] = of_x
+        for x, of_x in zip(schedulers, states, strict=True):
+            vars(x).update(of_x)
         for group in given:  # a scheduler that has written into a tensor has noted what it was
             if isinstance(group.get("lr"), Tensor) and "initial_lr" in group:
                 group["lr"].copy_(group["initial_lr"])
         for x in optimizers:  # torch's keep there what they were given, too
             if "defaults" in vars(x):
-                x.defaults = _copied(x, x.defaults, dict(stay))
+                x.defaults = _copied([x], x.defaults, stay)
     return optimizer, schedulers
+
+
+def _copied(owners: Iterable[Any], content: Any, stay: Iterable[tuple[Any, Any]]) -> Any:
+    """A copy of what these keep. ValueError where that is not possible."""
+    try:
+        return copied_with(content, stay)
+    except Exception as error:
+        raise ValueError(
+            f"the {' and '.join(type(x).__name__ for x in owners)} from the optimizer's factory "
+            f"cannot be copied for each stage ({type(error).__name__}: {error}): leave out what "
+            "cannot be copied"
+        ) from error
 
 
 def _takes_names(factory: Callable[[Any], Any]) -> bool:
@@ -61,17 +74,6 @@ def _takes_names(factory: Callable[[Any], Any]) -> bool:
         return next(iter(inspect.signature(factory).parameters), "") == "named_parameters"
     except (TypeError, ValueError):  # no function of Python's
         return False
-
-
-def _copied(owner: Any, content: Any, copies: dict[int, Any]) -> Any:
-    """A deep copy, but for what has one. ValueError where that is not possible."""
-    try:
-        return copy.deepcopy(content, copies)
-    except Exception as error:
-        raise ValueError(
-            f"the {type(owner).__name__} from the optimizer's factory cannot be copied for each "
-            f"stage ({type(error).__name__}: {error}): leave out what cannot be copied"
-        ) from error
 
 
 def _check_weights(made: Any, optimizer: Any, weights: Sequence[Tensor]) -> None:

@@ -31,9 +31,9 @@ from torch.utils import _pytree as pytree
 from pipelab.runtime.orders import Order, Outcome
 from pipelab.runtime.threads import STARTS, RankJob, Threads, no_progress, place
 from pipelab.runtime.torch.child import Connected, Failure, perform, perform_once, rank_process
+from pipelab.runtime.torch.copies import Compiled, compile_as, compiled_in
 from pipelab.runtime.torch.imported import facts_of
 from pipelab.runtime.torch.settings import settings
-from pipelab.runtime.torch.state import Compiled, compile_as, compiled_in
 from pipelab.runtime.worker import RunError
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.child"]

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.runtime.options import Options
 from pipelab.runtime.torch.attributes import load_into_modules, of_modules
+from pipelab.runtime.torch.copies import copies_of
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.names import names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
-from pipelab.runtime.torch.state import TREES, StageState, copies_of, equal, load_buffers
+from pipelab.runtime.torch.state import TREES, StageState, equal, load_buffers
 from pipelab.runtime.verdict.replay import Piece, Sums, Weights
 
 Buffers = dict[tuple[nn.Module, str], Tensor | None]
@@ -422,7 +423,7 @@ class TorchSteps:
         ]
         self.optimizers = [make_optimizer(factory, [*of], [*of.values()]) for of in own]
         tied = len(made) < sum(map(len, named))
-        others = [state.others for state in start if state.kinds]
+        others = [state.others for state in start if state.groups]
         alike = all(equal(of, others[0]) for of in others)
         if tied and not alike:
             raise ValueError(
@@ -461,7 +462,7 @@ class TorchSteps:
         """What a checkpoint holds of a stage, and what it should hold, by path."""
         versions = {v: dict(of_version) for v, of_version in weights.items()}
         wanted = StageState(versions, dict(buffers), attributes=state.attributes)
-        if self.optimizers[s][0] and state.kinds:
+        if self.optimizers[s][0] and state.groups:
             wanted.add_optimizer(*self.optimizers[s], self.handles[s])
         return state.values(), wanted.values()
 

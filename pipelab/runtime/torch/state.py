@@ -1,8 +1,7 @@
-"""The state that a stage continues from: copies, its optimizer as made and as kept, its buffers."""
+"""The state that a stage continues from: weights, its optimizer as made and as kept, buffers."""
 
 import copy
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,84 +40,6 @@ TREES = Trees(
 )
 
 
-def copies_of(modules: Sequence[nn.Module], *, empty: bool = False) -> nn.ModuleList:
-    """Copies made together, so tied weights stay one; with the weights' attributes.
-
-    empty  whether the weights have no values, and take no memory
-    """
-    originals, others = nn.ModuleList(modules), dict[int, Any]()
-    if empty:
-        for p in originals.parameters():
-            others[id(p)] = nn.Parameter(p.detach().new_empty(0), p.requires_grad)
-    try:
-        copies = copy.deepcopy(originals, dict(others))
-    except RuntimeError:
-        # It refuses what an earlier forward has left with its graph, such as weight_norm's weight,
-        # which the next one computes again, and matrices in CSR.
-        others |= {
-            id(leaf): leaf.detach().clone()
-            for part in originals.modules()
-            for leaf in pytree.tree_leaves(vars(part))
-            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
-        }
-        copies = copy.deepcopy(originals, others)
-    except Exception:
-        _tell_what_cannot_be_copied(originals)
-        raise
-    # deepcopy forgets them; optimizers may look at them.
-    for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
-        vars(q).update(vars(p))
-    # What is compiled would be forgotten, or a function, which stays the original's.
-    for original, copied in zip(originals.modules(), copies.modules(), strict=True):
-        compile_as(copied, compiled_in(original))
-    return copies
-
-
-def _tell_what_cannot_be_copied(originals: nn.ModuleList) -> None:
-    for part in originals.modules():
-        for name, value in vars(part).items():
-            try:
-                copy.deepcopy(value)
-            except Exception as error:
-                if not isinstance(value, dict):  # such as its modules, which come themselves
-                    raise ValueError(
-                        f"{name} of a {type(part).__name__} cannot be copied for each stage "
-                        f"({type(error).__name__}: {error}): let the module use it without "
-                        "keeping it in an attribute"
-                    ) from error
-
-
-Compiled = dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]]
-
-
-def compiled_in(module: nn.Module) -> Compiled:
-    """The module's own methods that its compile() or torch.compile have compiled, by attribute.
-
-    As functions with their compilers. ValueError for other functions around the module: in a copy,
-    they would compute with the caller's weights.
-    """
-    found: Compiled = {}
-    for name, value in vars(module).items():
-        if not inspect.isfunction(value):
-            continue
-        nonlocals = inspect.getclosurevars(value).nonlocals
-        method: Any = getattr(value, "_torchdynamo_orig_callable", None)
-        if getattr(method, "__self__", None) is module and "self" in nonlocals:
-            found[name] = method.__func__, nonlocals["self"]  # torch keeps it nowhere else
-        elif any(getattr(held, "__self__", held) is module for held in nonlocals.values()):
-            raise ValueError(
-                f"{name} of a {type(module).__name__} is a function around the module itself, and "
-                "cannot be copied for each stage: make it a method of a subclass"
-            )
-    return found
-
-
-def compile_as(module: nn.Module, compiled: Compiled) -> None:
-    """Let a copy compute like the module that these came from."""
-    for name, (function, compiler) in compiled.items():
-        setattr(module, name, compiler(function.__get__(module)))
-
-
 @dataclass
 class StageState:
     """The state that a stage continues from.
@@ -127,21 +48,19 @@ class StageState:
     buffers     by name
     frozen      digests of untrained weights, which are not in it, since the caller's model has them
     optimizer   per trained parameter: its state, tensors and numbers
-    groups      hyperparameters of each parameter group that has weights; `members`: their names
+    groups      per trained parameter, what its parameter group continues from: the settings, and
+                what each scheduler keeps for the group, as pairs with the name of the class
     others      of the optimizer's state_dict, all that is not of one weight or group
     attributes  of modules: see `attributes.kept_by_modules`
-    schedulers  state of each learning-rate scheduler
-    kinds       names of the optimizer's and the schedulers' classes
     origin      the checkpoint that it was read from
+
+    All that belongs to a weight goes by its name, as torch.distributed.checkpoint flattens it.
     """
 
     weights: dict[int, dict[str, Tensor]]
     buffers: dict[str, Tensor]
     optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    schedulers: list[dict[str, Any]] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    members: list[list[str]] = field(default_factory=list)
+    groups: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
     origin: str = "a checkpoint of this training"
     frozen: dict[str, str] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
@@ -179,75 +98,68 @@ class StageState:
 
         By their own state_dict. ValueError if that fails.
         """
-        names, own = {id(weight): name for name, weight in weights.items()}, _state_dict(optimizer)
-        numbered = _numbered(optimizer, own)
-        saved, self.others = own.pop("state", {}) if numbered else {}, own
+        names, self.others = {id(p): name for name, p in weights.items()}, _state_dict(optimizer)
+        numbered = _numbered(optimizer, self.others)
         if numbered:
-            del own["param_groups"]
-        for number, weight in numbered.items():
-            if number in saved:
-                state = saved.pop(number)
-                if id(weight) in names:
-                    self.optimizer[names[id(weight)]] = state
-        if saved:
-            own["state"] = saved
-        kept = []
+            del self.others["param_groups"]
+            for number, state in self.others.pop("state").items():
+                if number not in numbered:
+                    self.others.setdefault("state", {})[number] = state
+                elif (weight := id(numbered[number])) in names:
+                    self.optimizer[names[weight]] = state
+        states = [*map(_state_dict, schedulers)]
         for g, group in enumerate(optimizer.param_groups):
-            members = [names[id(p)] for p in group["params"] if id(p) in names]
-            if members:  # of its weights, and not of other stages' alone
-                kept.append(g)
-                self.groups.append(_saved(_settings(group)))
-                self.members.append(members)
-        for scheduler in schedulers:
-            state = _state_dict(scheduler)
-            self.schedulers.append(_by_group(lambda of, _: [of[g] for g in kept], state, state))
-        self.kinds = kinds_of(optimizer, schedulers)
+            kept = [_saved(_settings(group)), *(_of_group(g, state) for state in states)]
+            both = [*zip(kinds_of(optimizer, schedulers), kept, strict=True)]
+            self.groups |= {names[id(p)]: both for p in group["params"] if id(p) in names}
+
+    def continued(
+        self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
+    ) -> dict[int, list[Any]]:
+        """By parameter group with some of these weights, the settings and schedulers' states.
+
+        ValueError for another kind of optimizer, or a group whose weights had different ones.
+        """
+        names, kinds = {id(p): name for name, p in weights.items()}, kinds_of(optimizer, schedulers)
+        found: dict[int, Any] = {}
+        for g, group in enumerate(optimizer.param_groups):
+            own = [self.groups.get(names.get(id(p), "")) for p in group["params"]]
+            for kept in (kept for kept in own if kept):
+                if [kind for kind, _ in kept] != kinds:
+                    raise ValueError(
+                        f"{self.origin} was made with {_summary([kind for kind, _ in kept])}, but "
+                        f"the optimizer has {_summary(kinds)}: give the same optimizer"
+                    )
+                if found.setdefault(g, kept) is not kept and not equal(found[g], kept):
+                    raise ValueError(
+                        f"in {self.origin} the weights of parameter group {g} had different "
+                        "learning rates or other settings: give an optimizer with the same groups"
+                    )
+        return {g: [of for _, of in kept] for g, kept in found.items()}
 
     def load_optimizer(
-        self,
-        optimizer: Any,
-        schedulers: Sequence[Any],
-        weights: Mapping[str, nn.Parameter],
-        *,
-        part: bool = False,
+        self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
     ) -> None:
-        """Put the state into an optimizer of these weights. ValueError for another kind.
+        """Put the state into an optimizer of these weights. ValueError as for `continued`.
 
-        It may have other weights as well: the reference has one optimizer for all stages. And these
-        weights may be only some of those that had this state.
+        It may have other weights as well: the reference has one optimizer for all stages.
         """
-        if not self.kinds:  # the stage had nothing to train
+        came = self.continued(optimizer, schedulers, weights)
+        if not came:  # the stage had nothing to train
             return
         names = {id(weight): name for name, weight in weights.items()}
-        kinds, every = kinds_of(optimizer, schedulers), optimizer.param_groups
-        used = [group for group in every if group["params"]]
-        alone = all(id(weight) in names for group in used for weight in group["params"])
-        if self.kinds != kinds or (alone and not part and len(self.groups) != len(used)):
-            raise ValueError(
-                f"{self.origin} was made with {_summary(self.kinds, self.groups)}, but the "
-                f"optimizer has {_summary(kinds, used)}: give the same optimizer"
-            )
-        saved_of = {name: g for g, members in enumerate(self.members) for name in members}
-        came = {}  # parameter groups that go on from saved ones
-        for g, group in enumerate(every):
-            own = [names[id(weight)] for weight in group["params"] if id(weight) in names]
-            if own:
-                came[g] = saved_of.get(own[0], g)
-        self._load_by_its_own(optimizer, names, came)
-
-        def own_of(saved: list, now: Any) -> list:
-            return [saved[came[g]] if g in came else own for g, own in enumerate(now)]
-
-        for scheduler, saved in zip(schedulers, self.schedulers, strict=True):
-            scheduler.load_state_dict(_by_group(own_of, saved, scheduler.state_dict()))
+        self._load_by_its_own(optimizer, names, {g: of[0] for g, of in came.items()})
+        for n, scheduler in enumerate(schedulers, start=1):
+            states = {g: of[n] for g, of in came.items()}
+            scheduler.load_state_dict(_of_groups(states, scheduler.state_dict()))
 
     def _load_by_its_own(
-        self, optimizer: Any, names: Mapping[int, str], came: Mapping[int, int]
+        self, optimizer: Any, names: Mapping[int, str], came: Mapping[int, Mapping[str, Any]]
     ) -> None:
         """Let the optimizer load the state by its load_state_dict.
 
         names  of the weights, by their ids
-        came   the saved group of each parameter group that has one
+        came   by parameter group, the settings that it continues from
         """
         # [1] in the form of its state_dict: copies, as all who load this write into what they get
         now, others = optimizer.state_dict(), copy.deepcopy(self.others)
@@ -257,7 +169,7 @@ class StageState:
             for g, (group, of_now) in enumerate(
                 zip(optimizer.param_groups, now["param_groups"], strict=True)
             ):
-                saved = copy.deepcopy(self.groups[came[g]]) if g in came else {}
+                saved = copy.deepcopy(dict(came.get(g, {})))
                 for key, value in saved.items():
                     if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
                         saved[key] = value.to(group[key].device)
@@ -301,13 +213,16 @@ class StageState:
                     elif weight in states:
                         optimizer.state[weight] = states[weight]
 
-    def other_rates(self, optimizer: Any) -> Iterator[str]:
+    def other_rates(
+        self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
+    ) -> Iterator[str]:
         """A warning about other given rates: as in torch's load_state_dict, the saved ones stay.
 
-        A scheduler's start is compared, since it changes the rate itself.
+        A scheduler's start is compared, since it changes the rate itself. ValueError as for
+        `continued`.
         """
-        used = [group for group in optimizer.param_groups if group["params"]]
-        for group, saved in zip(used, self.groups, strict=False):
+        for g, (saved, *_) in self.continued(optimizer, schedulers, weights).items():
+            group = optimizer.param_groups[g]
             for key in ("initial_lr" if "initial_lr" in group else "lr", "weight_decay"):
                 if key not in group or key not in saved:
                     continue
@@ -321,19 +236,12 @@ class StageState:
 
     def values(self) -> dict[str, Tensor]:
         """All numbers in it by their path, for a comparison."""
-
-        def named(of: Sequence[Any], _: Any = None) -> Any:
-            # The reference's optimizer may have them in another order.
-            return {min(members): value for members, value in zip(self.members, of, strict=False)}
-
-        groups = named(self.groups)
-        schedulers = [_by_group(named, state, state) for state in self.schedulers]
-        content = (self.weights, self.buffers, self.optimizer, groups, schedulers)
-        found = {}
-        for path, value in pytree.tree_flatten_with_path(content)[0]:
-            if isinstance(value, (Tensor, bool, int, float, complex)):
-                found[pytree.keystr(path)] = torch.as_tensor(value)
-        return found
+        content = self.weights, self.buffers, self.optimizer, self.groups
+        return {
+            pytree.keystr(path): torch.as_tensor(value)
+            for path, value in pytree.tree_flatten_with_path(content)[0]
+            if isinstance(value, (Tensor, bool, int, float, complex))
+        }
 
 
 def _state_dict(made: Any) -> dict[str, Any]:
@@ -376,18 +284,35 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _by_group(change: Callable[[list, Any], Any], saved: Any, now: Any) -> Any:
-    """A scheduler's saved state, with its lists by parameter group changed, beside those of now."""
-    if isinstance(saved, dict):
+def _of_group(g: int, state: Any) -> Any:
+    """A scheduler's state with a parameter group's entry in place of each list of all groups."""
+    if isinstance(state, list):
+        return [_of_group(g, part) for part in state]
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: of[g] if key in PER_GROUP and isinstance(of, list) else _of_group(g, of)
+        for key, of in state.items()
+    }
+
+
+def _of_groups(states: Mapping[int, Any], now: Any) -> Any:
+    """A scheduler's state for these of each parameter group, by its number; others' as now."""
+    one = next(iter(states.values()))
+    if isinstance(one, dict):
         found = {}
-        for key, value in saved.items():
-            other = now.get(key) if isinstance(now, dict) else None
-            each = key in PER_GROUP and isinstance(value, list)
-            found[key] = change(value, other) if each else _by_group(change, value, other)
+        for key in one:
+            of_key = {g: state[key] for g, state in states.items()}
+            beside = now.get(key) if isinstance(now, dict) else None
+            if key in PER_GROUP and isinstance(beside, list):
+                found[key] = copy.deepcopy([of_key.get(g, own) for g, own in enumerate(beside)])
+            else:
+                found[key] = _of_groups(of_key, beside)
         return found
-    if isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
-        return [_by_group(change, *pair) for pair in zip(saved, now, strict=True)]
-    return copy.deepcopy(saved)
+    if isinstance(one, list) and isinstance(now, list) and len(one) == len(now):
+        parts = ({g: state[i] for g, state in states.items()} for i in range(len(one)))
+        return [*map(_of_groups, parts, now)]
+    return copy.deepcopy(one)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -403,12 +328,9 @@ def kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
     return [type(x).__name__ for x in (optimizer, *schedulers)]
 
 
-def _summary(kinds: Sequence[str], groups: Sequence[Any]) -> str:
+def _summary(kinds: Sequence[str]) -> str:
     optimizer, *schedulers = kinds
-    return (
-        f"{optimizer}, {len(groups)} parameter groups and "
-        f"{len(schedulers)} schedulers ({', '.join(schedulers) or 'none'})"
-    )
+    return f"{optimizer} and {', '.join(schedulers) or 'no scheduler'}"
 
 
 def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:

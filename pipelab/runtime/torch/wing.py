@@ -27,6 +27,7 @@ from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.alike import check_alike, check_memory, check_slices, shared_buffers
 from pipelab.runtime.torch.checkpoint import Index
+from pipelab.runtime.torch.copies import copies_of
 from pipelab.runtime.torch.cuda import torch_device
 from pipelab.runtime.torch.device import CpuDevice, check_modes, kind_of_device
 from pipelab.runtime.torch.names import device_names, find_device, find_part, names_in
@@ -34,7 +35,7 @@ from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.reach import check_registered
 from pipelab.runtime.torch.replay import TorchModel
 from pipelab.runtime.torch.stage import TorchStage, warm_up
-from pipelab.runtime.torch.state import TREES, StageState, copies_of
+from pipelab.runtime.torch.state import TREES, StageState
 from pipelab.runtime.worker import Job
 from pipelab.table.action import HOST
 from pipelab.table.schedule import Schedule
@@ -173,10 +174,10 @@ class TorchWing(Wing):
         index = Index.read(path)
         index.check_fits(path, self.schedule, endless)
         self.begun = index.batch
-        n, factory = self.schedule.model_stages, self.options.optimizer
+        n, trains = self.schedule.model_stages, bool(self.options.optimizer)
         here = self._here()
         wanted = sorted({s % n for s in here})
-        states = checkpoint.states_for(folder, index, self.stages[:n], wanted, factory)
+        states = checkpoint.states_for(folder, index, self.stages[:n], wanted, trains)
         self.start = {s: states[s % n] for s in here}
         read = [] if endless else Work(self.schedule, 0, index.batch).read_later()
         for s, versions in enumerate(read):
@@ -204,9 +205,10 @@ class TorchWing(Wing):
         told: dict[str, None] = {}
         for s, state in self.start.items() if self.launcher.first else ():
             trained = {n: p for n, p in self.stages[s].named_parameters() if p.requires_grad}
-            own, names = [*map(copy.copy, trained.values())], [self._names[s][n] for n in trained]
-            made, _ = make_optimizer(self.options.optimizer, own, names)
-            told |= dict.fromkeys(state.other_rates(made) if made else ())
+            own, names = {n: copy.copy(p) for n, p in trained.items()}, self._names[s]
+            factory, called = self.options.optimizer, [names[n] for n in own]
+            made, schedulers = make_optimizer(factory, [*own.values()], called)
+            told |= dict.fromkeys(state.other_rates(made, schedulers, own) if made else ())
         for text in told:  # once, whatever stages and processes it is true of
             warnings.warn(text, stacklevel=4)
 

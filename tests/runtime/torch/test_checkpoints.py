@@ -196,8 +196,8 @@ TENSOR = torch.ones(1)
     [
         *(b"", b"text", [1], {}),
         *({"weights": weights} for weights in ({}, [1], {"a": {}}, {4: 5}, {4: {"0.weight": 5}})),
-        *({field: 5} for field in ("buffers", "optimizer", "groups", "schedulers", "kinds")),
-        *({"optimizer": {"0.weight": 5}}, {"groups": [5]}, {"buffers": {"no.such": TENSOR}}),
+        *({field: 5} for field in ("buffers", "optimizer", "groups", "others", "kinds")),
+        *({"optimizer": {"0.weight": 5}}, {"groups": {"0.weight": 5}}, {"buffers": {"no.such": TENSOR}}),
         {"weights": {100: {"0.weight": TENSOR}}},
     ],
     ids=str,

@@ -114,9 +114,9 @@ def falling(parameters):
     return optimizer, rates.ExponentialLR(optimizer, 0.9)
 
 
-def in_two_groups(parameters):
+def in_two_groups(parameters, second=0.1):
     first, *rest = parameters
-    return SGD([{"params": [first]}, {"params": rest}], lr=0.1)
+    return SGD([{"params": [first]}, {"params": rest, "lr": second}], lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def in_two_groups(parameters):
         (RMSprop, Adagrad, ["RMSprop", "Adagrad"]),
         (falling, PLAIN, ["scheduler"]),
         (PLAIN, falling, ["scheduler"]),
-        (in_two_groups, PLAIN, ["group"]),
+        (partial(in_two_groups, second=0.2), PLAIN, ["group 0", "learning rates"]),
     ],
     ids=["adam-sgd", "sgd-adam", "adam-adamw", "rmsprop-adagrad", "less", "more", "groups"],
 )
@@ -142,6 +142,16 @@ def test_another_optimizer_than_the_checkpoints_is_refused(before, after, said, 
         run(*arguments, after, resume=tmp_path / "kept")
     assert is_one_line_about(tmp_path / "kept", error.value)
     assert all(word in str(error.value) for word in said)
+
+
+@pytest.mark.parametrize(("before", "after"), [(in_two_groups, PLAIN), (PLAIN, in_two_groups)])
+def test_weights_that_go_on_alike_may_be_grouped_anew(before, after, tmp_path):
+    arguments = make("gpipe", 2, 2, batches=4), stages(2), batches(4), F.mse_loss
+    whole = run(*arguments, before)
+    first = run(*arguments, before, save=tmp_path / "kept", stop=2)
+    rest = run(*arguments, after, resume=tmp_path / "kept")
+    assert rest.check.passed
+    assert trained_alike(first, rest, whole)
 
 
 class Named(nn.Module):

@@ -268,7 +268,7 @@ def with_a_counting_rate(weights):
         (Iterating, "rates of Iterating changes"),
         (Averaging, "average of Averaging changes"),
         (OnWeights, "steps of Parameter changes"),
-        (Growing, "2 parameter groups .* but the optimizer has Growing, 1 parameter groups"),
+        (Growing, "(later|param_groups) of Growing changes"),
         (Drawing, "random of Drawing changes"),
         (partial(Defaults, lr=0.1), "defaults of Defaults changes"),
         (counting_in_a_closure, "_optimizer_step_post_hooks of SGD changes"),
