@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipelab.runtime.batches import Trees
 from pipelab.runtime.torch.copies import copied_together, storage_of
-from pipelab.runtime.torch.state import PER_GROUP, TREES
+from pipelab.runtime.torch.state import PER_GROUP, TREES, StageState
 
 NUMBERS = int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device
 NOT_STATE = type, ModuleType
@@ -155,29 +155,30 @@ def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
 class OptimizerWatch:
     """What an optimizer and its schedulers keep beside what their state_dicts tell.
 
-    make  makes them of weights, as they were made
+    weights  that it trains, by name
+    make     makes them of weights, as they were made
     """
 
     def __init__(
         self,
         optimizer: Any,
         schedulers: Sequence[Any],
-        weights: Sequence[nn.Parameter],
+        weights: Mapping[str, nn.Parameter],
         make: Callable[[Sequence[nn.Parameter]], tuple[Any, Sequence[Any]]],
     ) -> None:
         self.optimizer, self.schedulers, self.weights = optimizer, schedulers, weights
         self._make = make
         self._as_made = _of_optimizers(optimizer, schedulers, weights)
 
-    def check(self, load: Callable[[Any, Sequence[Any], Sequence[nn.Parameter]], None]) -> None:
-        """ValueError for a change that is lost where others, as made, `load` their state."""
+    def check(self, state: StageState) -> None:
+        """ValueError for a change that is lost where others, as made, load this state."""
         now = _of_optimizers(self.optimizer, self.schedulers, self.weights)
         if now == self._as_made:
             return
-        weights = [*map(copy.copy, self.weights)]
-        made = self._make(weights)
-        load(*made, weights)
-        owners = self.optimizer, *self.schedulers, *self.weights
+        weights = {name: copy.copy(p) for name, p in self.weights.items()}
+        made = self._make([*weights.values()])
+        state.load_optimizer(*made, weights)
+        owners = self.optimizer, *self.schedulers, *self.weights.values()
         loaded = _of_optimizers(*made, weights)
         loaded[1 + len(self.schedulers) :] = self._as_made[1 + len(self.schedulers) :]
         for owner, before, others, own in zip(owners, self._as_made, loaded, now, strict=True):
@@ -190,14 +191,14 @@ class OptimizerWatch:
 
 
 def _of_optimizers(
-    optimizer: Any, schedulers: Sequence[Any], weights: Sequence[Tensor]
+    optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Of each, and of each weight, what its attributes hold, and how the weights are grouped."""
     every = [optimizer, *schedulers]
-    attributes = Attributes(TREES, weights, every)
+    attributes = Attributes(TREES, weights.values(), every)
     found = [attributes.of(owner, OF_TORCH) for owner in every]
     found[0]["param_groups"] = [len(group["params"]) for group in optimizer.param_groups]
-    return found + [attributes.of(weight) for weight in weights]
+    return found + [attributes.of(weight) for weight in weights.values()]
 
 
 # ---- of modules

@@ -70,9 +70,8 @@ def _note(value: Any, name: str, found: Facts, seen: set[int]) -> None:
     seen.add(id(value))
     if isinstance(value, FunctionType):
         for function in _layers_of(value):
-            if not _is_installed(function):
-                for inner_name, inner in _named(function, function.__code__):
-                    _note(inner, inner_name, found, seen)
+            for inner_name, inner in globals_of(function):
+                _note(inner, inner_name, found, seen)
     elif isinstance(value, type):
         for cls in takewhile(lambda cls: cls not in (nn.Module, object), value.__mro__):
             for attribute, inner in sorted(vars(cls).items()):
@@ -110,9 +109,15 @@ def _is_installed(value: FunctionType | type) -> bool:
     return any(part in file for part in INSTALLED)
 
 
-def _named(function: FunctionType, code: CodeType) -> Iterator[tuple[str, Any]]:
-    """The values of globals that code names, through modules: SCALE, and settings.SCALE."""
+def globals_of(function: FunctionType, code: CodeType | None = None) -> Iterator[tuple[str, Any]]:
+    """The values of globals that a function names, through modules: SCALE, and settings.SCALE.
+
+    Nothing for one of an installed library, which leads to all of it.
+    """
     holder: Any = None
+    code = code or function.__code__
+    if _is_installed(function):
+        return
     for step in get_instructions(code):
         if step.opname == "LOAD_GLOBAL":
             name, holder = step.argval, function.__globals__.get(step.argval)
@@ -128,7 +133,7 @@ def _named(function: FunctionType, code: CodeType) -> Iterator[tuple[str, Any]]:
             holder = None
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _named(function, inner)
+            yield from globals_of(function, inner)
 
 
 def _plain(value: Any) -> str | None:

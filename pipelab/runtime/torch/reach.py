@@ -5,12 +5,13 @@ Only registered weights are copied, bound to versions and trained: others would 
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dis import get_instructions
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+
+from pipelab.runtime.torch.imported import globals_of
 
 MOST = 20_000  # values that are looked at
 REGISTERED = "_parameters", "_buffers", "_modules"
@@ -132,13 +133,4 @@ def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
             continue
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     found += [(" (a default)", value) for value in defaults]
-    known = function.__globals__
-    return found + [(f" ({n})", known[n]) for n in globals_of(function.__code__) if n in known]
-
-
-def globals_of(code: CodeType) -> Iterator[str]:
-    """The names of globals that code reads, and functions in it."""
-    yield from (i.argval for i in get_instructions(code) if i.opname == "LOAD_GLOBAL")
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from globals_of(inner)
+    return found + [(f" ({name})", value) for name, value in globals_of(function)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import Trees, kind_of
+from pipelab.runtime.torch.copies import copied_together
 from pipelab.runtime.torch.ledger import parts_of
 
 # What schedulers keep a list of, with an entry for each parameter group.
@@ -182,8 +183,9 @@ class StageState:
             states = now["state"] | states | others.pop("state", {})
             others = {**now, **others, "state": states, "param_groups": settings}
         # [2] load it
-        every = [optimizer, *(x for x in vars(optimizer).values() if hasattr(x, "param_groups"))]
-        held = [(vars(x), dict(vars(x)), [*x.param_groups], dict(x.state)) for x in every]
+        inner = [x for x in vars(optimizer).values() if hasattr(x, "param_groups")]
+        held = [(vars(x), dict(vars(x)), [*x.param_groups]) for x in (optimizer, *inner)]
+        before = dict(optimizer.state)
         try:
             optimizer.load_state_dict(others)
         except Exception as error:
@@ -193,25 +195,24 @@ class StageState:
             ) from error
         # [3] Torch's own makes other groups and another state, while optimizers around it, and
         #     inside, go on with those that they have.
-        for now, before, groups, _ in held:
-            if "param_groups" in before and now["param_groups"] is not before["param_groups"]:
-                for group, loaded in zip(groups, now["param_groups"], strict=True):
+        for own, kept, groups in held:
+            if "param_groups" in kept:
+                for group, loaded in zip(groups, own["param_groups"], strict=True):
                     group.update(_settings(loaded))
-                now["param_groups"] = before["param_groups"]
-            if "state" in before and now["state"] is not before["state"]:
-                loaded = dict(now["state"])
-                before["state"].clear()
-                before["state"].update(loaded)
-                now["state"] = before["state"]
+                own["param_groups"] = kept["param_groups"]
+            if "state" in kept:
+                loaded = dict(own["state"])
+                kept["state"].clear()
+                kept["state"].update(loaded)
+                own["state"] = kept["state"]
         # [4] It also rounds states to their weights' types.
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-            states = held[0][-1]
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     if (name := names.get(id(weight))) in self.optimizer:
                         optimizer.state[weight] = _placed(self.optimizer[name], weight, group)
-                    elif weight in states:
-                        optimizer.state[weight] = states[weight]
+                    elif weight in before:
+                        optimizer.state[weight] = before[weight]
 
     def other_rates(
         self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
@@ -247,7 +248,7 @@ class StageState:
 def _state_dict(made: Any) -> dict[str, Any]:
     """An optimizer's or a scheduler's own state, copied. ValueError if it has none."""
     try:
-        return copy.deepcopy(_saved(made.state_dict()))
+        return _saved(made.state_dict())
     except Exception as error:
         raise ValueError(
             f"{type(made).__name__}.state_dict() failed, but a checkpoint needs it "
@@ -339,8 +340,9 @@ def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _saved(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with Python's numbers for numpy's, which torch.load(weights_only=True) refuses."""
-    return pytree.tree_map_only(np.generic, lambda number: number.item(), on_cpu(values))
+    """A copy on the CPU, with Python's numbers: torch.load(weights_only=True) refuses numpy's."""
+    made = copied_together(dict(values), lambda t: t.to("cpu", copy=True))
+    return pytree.tree_map_only(np.generic, lambda number: number.item(), made)
 
 
 def _placed(values: Any, weight: Tensor, group: Mapping[str, Any]) -> Any:

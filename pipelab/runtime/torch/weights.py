@@ -369,11 +369,7 @@ class VersionedStage(CountingStage):
         state = StageState({}, {})
         if self.optimizer is not None:
             state.add_optimizer(self.optimizer, self.schedulers, self._handles)
-            self._watched.check(
-                lambda optimizer, schedulers, weights: state.load_optimizer(
-                    optimizer, schedulers, dict(zip(self._trained, weights, strict=True))
-                )
-            )
+            self._watched.check(state)
         return state
 
     def _watch(self, names: Sequence[str]) -> None:
@@ -386,7 +382,7 @@ class VersionedStage(CountingStage):
         self._as_made = self.look()
         self._first_again = FirstAgain()
         if self.optimizer:
-            trained = [self._handles[name] for name in self._trained]
+            trained = {name: self._handles[name] for name in self._trained}
             again = partial(make_optimizer, self.options.optimizer, names=names)
             self._watched = OptimizerWatch(self.optimizer, self.schedulers, trained, again)
 

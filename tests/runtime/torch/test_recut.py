@@ -175,7 +175,7 @@ def test_what_is_no_other_cut_is_refused(tmp_path):
     def adam(weights):
         return torch.optim.Adam([{"params": weights[:1]}, {"params": weights[1:]}])
 
-    with pytest.raises(ValueError, match=r"made with AdamW and SequentialLR, .*has Adam and no sch"):
+    with pytest.raises(ValueError, match=r"made with AdamW and SequentialLR, .*has Adam and no"):
         Trainer(schedule, split(layers(), [3, 5]), F.mse_loss, adam, resume=resume)
 
 
