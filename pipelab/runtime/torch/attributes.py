@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipelab.runtime.batches import Trees
 from pipelab.runtime.torch.copies import copied_together, storage_of
+from pipelab.runtime.torch.functions import closure_of
 from pipelab.runtime.torch.state import PER_GROUP, TREES, StageState
 
 NUMBERS = int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device
@@ -109,13 +110,9 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         case MethodType():
             yield "self", value.__self__
         case FunctionType():
-            for n, cell in enumerate(value.__closure__ or ()):
-                try:
-                    held = cell.cell_contents
-                except ValueError:  # not filled yet
-                    continue
+            for name, held in closure_of(value).items():
                 if not isinstance(held, nn.Module):  # the caller's: functions are not copied
-                    yield n, held
+                    yield name, held
         case GeneratorType():
             if value.gi_frame:
                 yield from (("at", value.gi_frame.f_lasti), *value.gi_frame.f_locals.items())

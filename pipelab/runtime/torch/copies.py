@@ -1,14 +1,16 @@
 """Copies, for each stage its own: of modules, and of what attributes and optimizers keep."""
 
 import copy
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from pipelab.runtime.torch.functions import closure_of
 
 
 def copied_with(value: Any, instead: Iterable[tuple[Any, Any]]) -> Any:
@@ -100,9 +102,9 @@ def compiled_in(module: nn.Module) -> Compiled:
     """
     found: Compiled = {}
     for name, value in vars(module).items():
-        if not inspect.isfunction(value):
+        if not isinstance(value, FunctionType):
             continue
-        nonlocals = inspect.getclosurevars(value).nonlocals
+        nonlocals = closure_of(value)
         method: Any = getattr(value, "_torchdynamo_orig_callable", None)
         if getattr(method, "__self__", None) is module and "self" in nonlocals:
             found[name] = method.__func__, nonlocals["self"]  # torch keeps it nowhere else

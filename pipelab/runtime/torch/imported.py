@@ -7,26 +7,24 @@ that these name. Not seen are the insides of other objects, globals of installed
 code, and what a library has read from its environment when it was imported.
 """
 
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dis import get_instructions
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from hashlib import sha256
 from itertools import takewhile
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipelab.runtime.torch.functions import globals_of, is_installed
 from pipelab.runtime.torch.state import TREES
 
 Facts = dict[str, set[str]]  # by the name of a function or value: its digests
 UNKNOWN = ""  # the digest of what is equal to all
-INSTALLED = "site-packages", "dist-packages", "<frozen", "/lib/python"
 ATOMS = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum
 
 
@@ -76,7 +74,7 @@ def _note(value: Any, name: str, found: Facts, seen: set[int]) -> None:
         for cls in takewhile(lambda cls: cls not in (nn.Module, object), value.__mro__):
             for attribute, inner in sorted(vars(cls).items()):
                 inner = _plainer(inner)
-                own = not (attribute.startswith("_") or _is_installed(cls))
+                own = not (attribute.startswith("_") or is_installed(cls))
                 plain = own and _plain(inner) is not None
                 if plain or isinstance(inner, FunctionType):
                     _note(inner, f"{cls.__module__}.{cls.__qualname__}.{attribute}", found, seen)
@@ -98,42 +96,7 @@ def _layers_of(function: FunctionType) -> list[FunctionType]:
     chain: list[Any] = [function]
     while isinstance(inner := getattr(chain[-1], "__wrapped__", None), FunctionType):
         chain.append(inner)
-    return [*(f for f in chain[:-1] if not _is_installed(f)), chain[-1]]
-
-
-def _is_installed(value: FunctionType | type) -> bool:
-    if isinstance(value, FunctionType):
-        file = value.__code__.co_filename
-    else:  # whose plain values may be counters
-        file = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
-    return any(part in file for part in INSTALLED)
-
-
-def globals_of(function: FunctionType, code: CodeType | None = None) -> Iterator[tuple[str, Any]]:
-    """The values of globals that a function names, through modules: SCALE, and settings.SCALE.
-
-    Nothing for one of an installed library, which leads to all of it.
-    """
-    holder: Any = None
-    code = code or function.__code__
-    if _is_installed(function):
-        return
-    for step in get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            name, holder = step.argval, function.__globals__.get(step.argval)
-            where = f"{function.__module__}.{name}"
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(holder, ModuleType):
-            where = f"{holder.__name__}.{step.argval}"
-            holder = getattr(holder, step.argval, None)
-        else:
-            holder = None
-            continue
-        if not isinstance(holder, ModuleType):
-            yield where, holder
-            holder = None
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from globals_of(function, inner)
+    return [*(f for f in chain[:-1] if not is_installed(f)), chain[-1]]
 
 
 def _plain(value: Any) -> str | None:

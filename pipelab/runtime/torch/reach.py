@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipelab.runtime.torch.imported import globals_of
+from pipelab.runtime.torch.functions import closure_of, globals_of
 
 MOST = 20_000  # values that are looked at
 REGISTERED = "_parameters", "_buffers", "_modules"
@@ -125,12 +125,7 @@ def _parts_of(value: Any) -> Iterable[tuple[str, Any]]:
 
 def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
     """A function's closure, defaults, and the globals that it reads."""
-    found = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found.append((f" ({name})", cell.cell_contents))
-        except ValueError:  # not set yet
-            continue
+    found = [(f" ({name})", value) for name, value in closure_of(function).items()]
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     found += [(" (a default)", value) for value in defaults]
     return found + [(f" ({name})", value) for name, value in globals_of(function)]
