@@ -237,7 +237,11 @@ class StageState:
 
     def values(self) -> dict[str, Tensor]:
         """All numbers in it by their path, for a comparison."""
-        content = self.weights, self.buffers, self.optimizer, self.groups
+        groups: dict[str, Any] = {}
+        for name in sorted(self.groups):  # each once, by the first of its weights
+            if not any(self.groups[name] is of for of in groups.values()):
+                groups[name] = self.groups[name]
+        content = self.weights, self.buffers, self.optimizer, groups
         return {
             pytree.keystr(path): torch.as_tensor(value)
             for path, value in pytree.tree_flatten_with_path(content)[0]
