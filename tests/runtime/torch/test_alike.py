@@ -1,5 +1,6 @@
 """What would be another model without a word: it is refused, or told when the weights are asked."""
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from tests.runtime.test_run import SGD, batches
 from tests.runtime.torch import test_slices as slices
 
 TABLE = make("gpipe", 2, 4, batches=2)
+THIS_MODULE = sys.modules[__name__]
 LOOSE = torch.ones(6, dtype=torch.float64, requires_grad=True)
 
 
@@ -98,6 +100,10 @@ def scaled(y, target, scale=None):
     return F.mse_loss(y * (LOOSE if scale is None else scale), target)
 
 
+def scaled_by_a_module(y, target):
+    return F.mse_loss(y * THIS_MODULE.LOOSE, target)
+
+
 LOSSES = {
     "module": (WithWeight(), ValueError, "the loss has a weight of its own, scale"),
     "method": (WithWeight().forward, RunError, "the loss.scale uses a weight"),
@@ -108,6 +114,11 @@ LOSSES = {
         r"the loss.keywords\['scale'\] uses a",
     ),
     "global": (scaled, RunError, r"the loss \(\S+\.LOOSE\) uses a weight of shape \(6,\)"),
+    "global of a module": (
+        scaled_by_a_module,
+        RunError,
+        r"the loss \(\S+\.LOOSE\) uses a weight of shape",
+    ),
     "count": (
         lambda y, target: (F.mse_loss(y, target), y.abs().sum()),
         RunError,
