@@ -108,7 +108,7 @@ def report(repeats: int = 5, cases: Sequence[Case] = CASES) -> str:
         rows += [[c, spread([d.causes.get(c, 0.0) for d in mine], ".1f", 0.01)] for c in causes]
         parts += [
             f"## {case.name}, {list(case.balance)} layers",
-            "The run with the median idle time, as `pipelab explain` shows it:",
+            "The run with the median idle time, as `pipelab diagnose` shows it:",
             f"```\n{middle}\n```",
             f"Of {len(mine)} recordings the median (least-most):",
             table(["lost to", "% of the device time"], rows),

@@ -1,4 +1,4 @@
-"""The command line: each command is a function; its signature and docstring give options and help.
+"""The command line: ten commands.
 
 Exit status 0, also if the reader of the output stops early; 1 if a table is not valid (`validate`)
 or a run or its check failed; 2, with one line, for bad input, for lack of memory, or if output
@@ -10,47 +10,29 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, suppress
-from functools import partial, wraps
-from io import StringIO
-from itertools import takewhile
-from typing import Any, TextIO
-
-import tyro
+from contextlib import suppress
+from difflib import get_close_matches
+from functools import partial
+from typing import TextIO
 
 from pipelab import __version__
-from pipelab.cli.bounds import bound_command
-from pipelab.cli.compare import compare_command
-from pipelab.cli.options import READ
-from pipelab.cli.plans import partition_command, plan_command, search_command
+from pipelab.cli.compare import compare
+from pipelab.cli.parser import Command
+from pipelab.cli.plans import partition, plan, search
+from pipelab.cli.renamed import COMMANDS as RENAMED
+from pipelab.cli.renamed import renamed
 from pipelab.cli.report import FailedVerdict
-from pipelab.cli.runs import explain_command, run_command, train_command
-from pipelab.cli.schedules import (
-    export_command,
-    schedule_command,
-    simulate_command,
-    validate_command,
-)
+from pipelab.cli.runs import diagnose, run, train
+from pipelab.cli.schedules import export, simulate, validate
 from pipelab.runtime import interrupt
 
-COMMANDS = {
-    function.__name__.removesuffix("_command"): function
-    for function in (
-        simulate_command,
-        schedule_command,
-        validate_command,
-        export_command,
-        run_command,
-        explain_command,
-        train_command,
-        compare_command,
-        partition_command,
-        plan_command,
-        bound_command,
-        search_command,
+COMMANDS: dict[str, Command] = {
+    each.name: each
+    for each in (
+        *(simulate, run, train, compare, search),
+        *(plan, partition, diagnose, export, validate),
     )
 }
-LOOK = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         interrupt.allow()
         if not sys.stdout:
             raise ValueError("standard output is closed: send it to a file, or to /dev/null")
-        chosen(command, words)()
+        chosen(words)()
         sys.stdout.flush()
         return 0
     except FailedVerdict as verdict:
@@ -96,54 +78,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def chosen(command: str, words: Sequence[str]) -> Callable[[], Any]:
-    """The command that the words choose, with its options.
-
-    SystemExit after help or the version; with status 2 and one line for an unknown command.
-    """
-    said = StringIO()
-    try:
-        with redirect_stderr(said):
-            if [*words] == ["--version"]:
-                print(f"pipelab {__version__}")
-                sys.exit(0)
-            if command != "pipelab":
-                function = _waiting(COMMANDS[words[0]])
-                return tyro.cli(function, prog=command, args=words[1:], config=LOOK, registry=READ)
-            return tyro.extras.subcommand_cli_from_dict(
-                {name: _waiting(function) for name, function in COMMANDS.items()},
-                prog="pipelab",
-                description="Pipeline schedules: simulate them, check them, run them for real.",
-                args=words,
-                config=LOOK,
-                registry=READ,
-            )
-    except SystemExit as end:
-        sys.stdout.flush()
-        if end.code:
-            plain = re.sub(r"\x1b\[[\d;]*m", "", said.getvalue())
-            print(f"{command}: error: {_first_part(plain)}", file=sys.stderr, flush=True)
-        raise
+def chosen(words: Sequence[str]) -> Callable[[], object]:
+    """What the words ask for, to be called. ValueError for words that do not fit."""
+    if not words:
+        raise ValueError(f"give a command: {', '.join(COMMANDS)}")
+    first, *rest = words
+    if first == "--version":
+        return partial(print, f"pipelab {__version__}")
+    if first in ("-h", "--help"):
+        return partial(print, overview())
+    if first in RENAMED:
+        raise ValueError(f"`pipelab {first}` is now `pipelab {RENAMED[first]}`")
+    if first not in COMMANDS:
+        near = get_close_matches(first, COMMANDS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"{first!r}: {hint}The commands are {', '.join(COMMANDS)}")
+    command = COMMANDS[first]
+    if {"-h", "--help"} & {*rest}:
+        return partial(print, command.parser.format_help().rstrip())
+    if said := renamed(command, rest):
+        raise ValueError(said)
+    return command.read(rest)
 
 
-def _first_part(box: str) -> str:
-    """What stands first in tyro's box, in one line: up to the next rule; what may help follows."""
-    title, *lines = box.splitlines()
-    rule = "─" if title.startswith("╭") else "-"
-    if rule == "-":  # where a terminal has no lines, a rule is below the title
-        lines = lines[1:]
-    inner = (re.sub("^│ | │$", "", line).strip() for line in lines)
-    return shortened(" ".join(takewhile(lambda line: not line or line.strip(f"╰{rule}╯"), inner)))
-
-
-def _waiting(function: Callable[..., None]) -> Callable[..., Callable[[], None]]:
-    """The same options; what the function does waits for a call, outside of tyro."""
-
-    @wraps(function)
-    def options(**values: Any) -> Callable[[], None]:
-        return partial(function, **values)
-
-    return options
+def overview() -> str:
+    """What there is."""
+    lines = [f"  pipelab {each.name} {each.examples[0]}" for each in (simulate, run)]
+    lines += ["", "Pipeline schedules: simulate them, check them, run them for real.", ""]
+    lines += [f"  {name:<10} {each.about.splitlines()[0]}" for name, each in COMMANDS.items()]
+    return "\n".join([*lines, "", "`pipelab COMMAND --help` shows its options."])
 
 
 def shortened(line: str) -> str:

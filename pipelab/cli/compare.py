@@ -1,22 +1,23 @@
-"""compare: all schedules on one model, side by side: predicted, and measured if they run."""
+"""compare: all schedules on one model, side by side: run, or predicted and beside their bounds."""
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from json import dumps
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import pipelab
-from pipelab import Costs, Schedule, fit, memory, simulate
+from pipelab import Costs, Schedule, fit, simulate
+from pipelab.cli.bounds import MEMORY, ONE, beside, bounds_of, bounds_report, bounds_text
 from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.models import small_model
-from pipelab.cli.options import Count, Json, Model, Name, Plot, Positive, Seed, Timeout
-from pipelab.cli.report import GAP, FailedVerdict, gap_text
+from pipelab.cli.options import Backend, Count, Finite, OfCosts, Positive, Seed
+from pipelab.cli.parser import command
+from pipelab.cli.report import GAP, FailedVerdict, as_json, gap_text
 from pipelab.optimize.cut import split_layers
 from pipelab.optimize.order import gap
-from pipelab.predict.costs import Values
+from pipelab.predict.timeline import Timeline
 from pipelab.runtime.bar import Bar
 from pipelab.schedules import make_all, make_for
 
@@ -36,7 +37,7 @@ def compared(schedule: Schedule, costs: Costs, runs: Sequence[Any] = ()) -> dict
     ('gpipe', 33.0)
     """
     predicted = simulate(schedule, costs)
-    answers = {"predicted": (predicted, memory(predicted, costs))}
+    answers = {"predicted": (predicted, pipelab.memory(predicted, costs))}
     run = _median(runs) if runs else None
     if run:
         answers["measured"] = run.timeline, run.memory
@@ -92,81 +93,151 @@ def comparison_text(records: Sequence[dict[str, Any]]) -> str:
     columns = "".join(
         f"{'seconds' if how == 'predicted' else how:>11}  bubble       MiB" for how in answers
     )
-    if "spread" in records[0]:
-        columns += "  least to most"
+    columns += "  least to most" if "spread" in records[0] else ""
+    columns += "   memory  fits" if "fits" in records[0] else ""
     lines = [f"{'schedule':<16}{columns}     gap  versions  staleness"]
     for found in records:
         line = f"{found['schedule']:<16}"
         for answer in (found[how] for how in answers):
             line += f"{answer['makespan']:>11.4g}{answer['bubble']['of_total']:>8.1%}"
             line += f"{max(answer['peak']) / 2**20:>10.4g}"
-        if "spread" in found:
-            line += " " + "-".join(f"{seconds:.3g}" for seconds in found["spread"]).rjust(14)
-        versions = max(found["weight_versions"])
-        line += f"{gap_text(found['gap']):>8}{versions:>10}{found['staleness']:>11}"
+        notes = found.get("not_bounded", [])
         if "check" in found:
-            line += "  passed" if found["check"] else "  FAILED"
-        lines.append(line)
-    return "\n".join([*lines, GAP])
+            line += " " + "-".join(f"{seconds:.3g}" for seconds in found["spread"]).rjust(14)
+            notes = ["passed" if found["check"] else "FAILED"]
+        if "fits" in found:
+            line += f"{found['memory']:>9.4g}{'yes' if found['fits'] else 'no':>6}"
+            notes = [found["stages"], *notes] if found["stages"] != ONE else notes
+        line += f"{gap_text(found['gap']):>8}{max(found['weight_versions']):>10}"
+        lines.append(f"{line}{found['staleness']:>11}   {', '.join(notes)}".rstrip())
+    return "\n".join([*lines, GAP, *([MEMORY] if "fits" in records[0] else [])])
 
 
-def compare_command(
-    model: Model = "mlp",
-    seed: Seed = 0,
-    timeout: Timeout = 60.0,
-    json: Json = False,
-    profile: Name = None,
-    transfer: Values = 0.0,
-    bandwidth: Positive = math.inf,
+class Comparison(NamedTuple):
+    """What was found: a record and a timeline for each schedule; more of it as text and as JSON."""
+
+    records: list[dict[str, Any]]
+    timelines: dict[str, Timeline]
+    text: Sequence[str] = ()
+    more: Mapping[str, Any] = {}
+
+
+def predict(
+    made: Mapping[str, tuple[Schedule, Costs]], costs: Costs, memory: float | None, whole: bool
+) -> Comparison:
+    """Every schedule as simulated, the fastest first, and the bounds of its stages."""
+    bounds = bounds_of(made, costs, memory, split=not whole)
+    records = [compared(*each) | beside(*each, memory, whole) for each in made.values()]
+    records.sort(key=lambda record: record["makespan"])
+    timelines = {name: simulate(*each) for name, each in made.items()}
+    more = {"memory": memory, "split": not whole, **bounds_report(bounds)}
+    return Comparison(records, timelines, bounds_text(bounds, whole), more)
+
+
+def measure(
+    made: Mapping[str, Schedule],
+    again: Callable[[str, Costs], tuple[Schedule, Costs]],
+    run: Callable[[Schedule], Any],
+    repeats: int,
+) -> Comparison:
+    """Every schedule as run, in turn, beside its prediction from the costs of one GPipe run.
+
+    again  makes a schedule anew for other costs
+    """
+    run(made["gpipe"])  # warms up
+    first = run(made["gpipe"])
+    costs = fit(first.timeline, first.memory)
+    anew = {name: again(name, costs) for name in made}
+    several = run_in_turn({name: table for name, (table, _) in anew.items()}, run, repeats)
+    records = [compared(*anew[name], runs) for name, runs in several.items()]
+    return Comparison(records, {name: _median(runs).timeline for name, runs in several.items()})
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a comparison predicts from, in place of runs.
+
+    costs NAME=X,...  predict for these costs, as simulate takes them; with --profile: its transfer
+        and bandwidth
+    profile FILE  predict for this profile
+    memory X  predicted: micro-batches whose activations fit on a device (default: no limit)
+    whole  predicted: bounds of schedules that do not split backwards
+    """
+
+    costs: OfCosts = None
+    profile: str | None = None
+    memory: Positive = None
+    whole: bool = False
+
+    def of(self, devices: int) -> tuple[str, Costs] | None:
+        """The title and the costs; None if nothing is to be predicted."""
+        if self.profile:
+            cut, links = split_layers(read_profile(self.profile), devices), self.costs or Costs()
+            costs = cut.costs(transfer=links.transfer, bandwidth=links.bandwidth)
+            return Path(self.profile).stem, costs
+        if not self.costs and (self.memory or self.whole):
+            raise ValueError("--memory and --whole are for predictions: add --costs or --profile")
+        return ("costs", self.costs) if self.costs else None
+
+
+@command(
+    "--devices 2 --plot schedules.png",
+    "--devices 4 --microbatches 8 --costs forward=1,2,1,1 --memory 3",
+)
+def compare(
+    prediction: Prediction,
+    *,
     devices: Count = 2,
     microbatches: Count = 4,
-    batches: Count = 2,
-    backend: Literal["threads", "processes"] | None = None,
+    batches: Count = None,
+    virtual: Count = 2,
+    model: str = "mlp",
+    backend: Backend = None,
     repeats: Count = 3,
-    plot: Plot = None,
+    seed: Seed = 0,
+    timeout: Finite = 60.0,
+    json: bool = False,
+    plot: str | None = None,
 ) -> None:
-    """Run all schedules on one model, side by side; Ctrl-C prints the results so far.
+    """All schedules on one model, side by side: run, and checked; Ctrl-C prints those so far.
 
-    Args:
-        profile: predict for this profile instead of running a model
-        transfer: with --profile: latency, one number or one per link
-        bandwidth: with --profile: bytes per second of every link
-        microbatches: per batch
-        repeats: runs of each, in turn; the output shows the middle one and the spread
+    With --costs or --profile they are not run but predicted, beside the seconds that no schedule in
+    the same stages can beat.
+
+    batches N  one after another (default: 2; predicted: 1)
+    repeats N  runs of each, in turn; the output shows the middle one and the spread
     """
     check_targets(plot=plot)
-    costs, title = Costs(), str(model)
-    if profile:
-        cut = split_layers(read_profile(profile), devices)
-        costs, title = cut.costs(transfer=transfer, bandwidth=bandwidth), Path(profile).stem
-    sizes: dict[str, Any] = {"virtual": 2, "batches": batches}
-    made, left_out = make_all(devices, microbatches, costs, **sizes)
-    if model == "mlp" and not profile:
-        sliced = [name for name, (table, _) in made.items() if table.slices]
-        left_out |= {name: f"{name}: an mlp has no sequences" for name in sliced if made.pop(name)}
+    predicted = prediction.of(devices)
+    title, costs = predicted or (model, Costs())
+    batches = batches or (1 if predicted else 2)
+    sizes: dict[str, Any] = {"virtual": virtual, "batches": batches}
+    made, left_out = make_all(devices, microbatches, costs, memory=prediction.memory, **sizes)
     if "gpipe" not in made:  # nor any other: it takes any sizes
         raise ValueError(left_out["gpipe"])
+    if predicted:
+        found = predict(made, costs, prediction.memory, prediction.whole)
+    else:
+        tables = {name: table for name, (table, _) in made.items()}
+        if model == "mlp":
+            sliced = [name for name, table in tables.items() if table.slices]
+            left_out |= {name: f"{name}: an mlp has no sequences" for name in sliced}
+            tables = {name: table for name, table in tables.items() if name not in sliced}
 
-    several: dict[str, list[Any]] = {}
-    if not profile:  # each is predicted from the costs of one GPipe run
+        def run(table: Schedule) -> Any:
+            parts = small_model(model, table, seed=seed, count=4 * devices, width=256)
+            return pipelab.run(table, *parts, backend=backend, timeout=timeout)
 
-        def run(schedule: Schedule) -> Any:
-            parts = small_model(model, schedule, seed=seed, count=4 * devices, width=256)
-            return pipelab.run(schedule, *parts, backend=backend, timeout=timeout)
+        def again(name: str, costs: Costs) -> tuple[Schedule, Costs]:
+            return make_for(name, devices, microbatches, costs, **sizes)
 
-        run(made["gpipe"][0])  # warms up
-        first = run(made["gpipe"][0])
-        costs = fit(first.timeline, first.memory)
-        made = {name: make_for(name, devices, microbatches, costs, **sizes) for name in made}
-        several = run_in_turn({name: table for name, (table, _) in made.items()}, run, repeats)
-        made = {name: made[name] for name in several}
-    records = [compared(*made[name], several.get(name, ())) for name in made]
+        found = measure(tables, again, run, repeats)
+    write_figure(plot, lambda: pipelab.plot.timelines(found.timelines))
     title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"
-    measured = {name: _median(of).timeline for name, of in several.items()}
-    shown = measured or {name: simulate(*of) for name, of in made.items()}
-    write_figure(plot, lambda: pipelab.plot.timelines(shown))
-    lines = [title, comparison_text(records), *map("left out: {}".format, left_out.values())]
-    text = "\n".join(lines)
-    print(dumps({"title": title, "schedules": records, "left_out": left_out}) if json else text)
-    if failed := [found["schedule"] for found in records if not found.get("check", True)]:
+    told = {"title": title, "schedules": found.records, "left_out": left_out, **found.more}
+    lines = [*found.text, title, comparison_text(found.records)]
+    lines += map("left out: {}".format, left_out.values())
+    told |= {"devices": devices, "microbatches": microbatches}
+    print(as_json(told) if json else "\n".join(lines))
+    if failed := [each["schedule"] for each in found.records if not each.get("check", True)]:
         raise FailedVerdict(f"the check failed: {', '.join(failed)}")

@@ -17,12 +17,12 @@ def start_lines(answer: Answer) -> list[str]:
     p, r, balance = choice.pipeline, choice.replicas, ",".join(map(str, choice.balance))
     # Schedules in a V have their own number of chunks.
     virtual = f" --virtual {choice.virtual}" if takes(choice.schedule, "virtual") else ""
-    longest = f" --longest {choice.longest}" if choice.longest > 1 else ""
-    table = f"{choice.schedule} --devices {p} --microbatches {choice.microbatches}"
-    table += virtual + longest + (f" --memory {choice.room:g}" if choice.room else "")
+    name = choice.schedule + (f",longest={choice.longest}" if choice.longest > 1 else "")
     if choice.slices > 1:
-        table += f" --slices {','.join(f'{1000 * x:.0f}' for x in best.problem.lengths(choice))}"
-    table += " --overlap" if best.problem.pairs and choice.schedule == "dualpipe_v" else ""
+        name += f",slices={','.join(f'{1000 * x:.0f}' for x in best.problem.lengths(choice))}"
+    name += ",overlap=yes" if best.problem.pairs and choice.schedule == "dualpipe_v" else ""
+    table = f"{name} --devices {p} --microbatches {choice.microbatches}{virtual}"
+    table += f" --memory {choice.room:g}" if choice.room else ""
     again = f" --recompute {choice.recompute.value}" if choice.recompute.value != "never" else ""
     job = f"run {table} --model gpt2 --balance {balance}{again}"
     job += f" --replicas {r}" if r > 1 else ""

@@ -6,22 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from tyro.conf import arg
+from typing import Annotated, Any
 
 from pipelab import Schedule, validate
-from pipelab.cli.options import (
-    NAMES,
-    Balance,
-    Count,
-    Finite,
-    Name,
-    Positive,
-    Rate,
-    Seed,
-    TableOptions,
-)
+from pipelab.cli.options import Balance, Count, Finite, Positive, Rate, Seed, Table, one_of
 from pipelab.optimize.cut.profiles import MOST_LAYERS
 
 SMALLEST = 257  # tokens: every byte, and an end of text
@@ -178,25 +166,24 @@ def jax_model(schedule: Schedule, seed: int) -> tuple[list, list, Callable, Any]
 class Training:
     """Training of a language model: the same in every call that continues it.
 
-    Args:
-        microbatches: per step
-        virtual: chunks a device (interleaved, looped_bfs)
-        size: gpt2: 12 blocks of width 64/768
-        pretrained: gpt2: such as gpt2, or a folder: published weights
-        tied: gpt2: the head shares the embedding's weights
-        batch: samples
-        length: tokens of a sample
-        lr: Adam's (published weights: 3e-5)
-        clip: the largest norm of a step's gradient
-        replicas: pipelines that train together (with a flush)
+    schedule NAME  as for simulate
+    microbatches N  per step
+    size WORD  gpt2: 12 blocks of width 64 (narrow) or 768 (small)
+    pretrained NAME  gpt2: published weights, such as gpt2, or a folder
+    tied  gpt2: the head shares the embedding's weights
+    batch N  samples
+    length N  tokens of a sample
+    lr X  Adam's (published weights: 3e-5)
+    clip X  the largest norm of a step's gradient
+    dropout X  of gpt2
     """
 
-    schedule: Annotated[str, arg(metavar="NAME", help=NAMES)] = "pipedream_flush"
+    schedule: str = "pipedream_flush"
     devices: Count = 2
     microbatches: Count = 4
     virtual: Count = 1
-    size: Literal["narrow", "small"] = "narrow"
-    pretrained: Name = None
+    size: Annotated[Any, one_of("narrow", "small")] = "narrow"
+    pretrained: str | None = None
     tied: bool = False
     batch: Count = 32
     length: Count = None
@@ -212,8 +199,8 @@ class Training:
         return sizes if model == "gpt2" else f"{model} {sizes}"
 
     def table(self) -> Schedule:
-        sizes = self.schedule, self.devices, self.microbatches, self.virtual
-        table = validate(TableOptions(*sizes).make())
+        sizes = self.devices, self.microbatches, 1, self.virtual
+        table = validate(Table(self.schedule, *sizes).make())
         if self.batch < (least := table.microbatches * self.replicas):
             raise ValueError(f"--batch {self.batch}: give at least {least}, one a micro-batch")
         return table

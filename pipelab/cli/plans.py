@@ -2,30 +2,35 @@
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
 from json import dumps
-from typing import Annotated, Any, Literal
-
-from tyro.conf import arg
+from typing import Annotated, Any
 
 import pipelab
-from pipelab import Costs, simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure, write_text
 from pipelab.cli.jobs import faults_of, faults_text, start_lines
 from pipelab.cli.options import (
+    UNIT,
     Count,
-    Counts,
-    Json,
-    Name,
-    Plot,
+    OfCosts,
     Positive,
-    number_option,
-    require,
+    Read,
+    count,
+    counts,
+    described,
+    number,
+    one_of,
+    only,
+    some,
+    whole,
+    yes_or_no,
 )
+from pipelab.cli.parser import command
 from pipelab.cli.report import show
-from pipelab.optimize.cut import METHODS, pipedream, split_layers
+from pipelab.optimize import order
+from pipelab.optimize.cut import METHODS, Profile, pipedream, split_layers
 from pipelab.optimize.faults import Faults
-from pipelab.optimize.order import search
 from pipelab.optimize.plan import (
     ASYNCHRONOUS,
     FLUSH,
@@ -38,38 +43,54 @@ from pipelab.optimize.plan import (
     find_plan,
 )
 
-Number = Annotated[Any, number_option(float, lambda x: True, "a number")]
-SIZES = (
-    "--layers --hidden --heads --sequence --vocabulary --model and the other sizes of a transformer"
+SIZES: dict[str, Read] = {field.name: count for field in fields(Transformer)}
+SIZES |= {"gated": yes_or_no, "shared": some, "dense": counts, "latent": counts, "samples": count}
+MACHINE: dict[str, Read] = {field.name: number for field in fields(Machine)} | {"node": count}
+del MACHINE["name"], MACHINE["fitted"]
+NOTHING: Mapping[str, Any] = {}
+FAULTS: dict[str, Read] = {field.name: number for field in fields(Faults)}
+TRAINING: dict[str, Read] = {
+    "tensor": counts,
+    "context": counts,
+    "expert": count,
+    "slices": counts,
+    "optimizer": number,
+    "zero": whole,
+    **dict.fromkeys(("flash", "sequence", "overlap", "pairs", "blocking"), yes_or_no),
+}
+
+
+@command(
+    "--profile graph.txt --devices 4 --method pipedream",
+    "--profile profile.json --devices 4 --memory 16e9",
+    methods=METHODS,
 )
-Method = Annotated[str, arg(metavar="NAME", help=f"{', '.join(METHODS)}")]
-
-
-def partition_command(
-    profile: Annotated[str, arg(metavar="FILE")],
+def partition(
+    *,
+    profile: str,
     devices: Count,
-    method: Method = "time",
+    method: str = "time",
     memory: Positive = math.inf,
     bandwidth: Positive = 1e9,
     straight: bool = False,
-    model: Literal["sum", "max"] = "sum",
-    json: Json = False,
-    plot: Plot = None,
+    model: Annotated[Any, one_of("sum", "max")] = "sum",
+    json: bool = False,
+    plot: str | None = None,
 ) -> None:
     """Cut a model's layers into stages.
 
-    Args:
-        profile: JSON, or PipeDream's graph.txt
-        devices: one stage each; pipedream may give a stage several
-        memory: bytes of a device
-        bandwidth: pipedream: bytes per second of every link
-        straight: pipedream: one device per stage
-        model: pipedream: compute and all-reduce one after the other, or side by side
+    profile FILE  JSON of `profile`, or PipeDream's graph.txt
+    devices N  one stage each; pipedream may give a stage several
+    method NAME  {methods}
+    memory BYTES  of a device
+    bandwidth BYTES/S  pipedream: of every link
+    straight  pipedream: one device per stage
+    model WORD  pipedream: compute and all-reduce one after the other (sum), or side by side (max)
     """
     check_targets(plot=plot)
     layers = read_profile(profile)
     if method == "pipedream":
-        own = {"bandwidth": bandwidth, "straight": straight, "model": model}
+        own: dict[str, Any] = {"bandwidth": bandwidth, "straight": straight, "model": model}
         found = pipedream(layers, devices, memory=memory, **own)
     else:
         found = split_layers(layers, devices, method, memory=memory)
@@ -80,219 +101,131 @@ def partition_command(
     print(dumps(found.to_json()) if json else found)
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """A transformer in half precision, or a measured profile.
-
-    Args:
-        model: such as deepseek-v3; given sizes replace its own
-        profile: JSON of `profile`, or PipeDream's graph.txt
-        samples: in the profile's micro-batch (default: as in the file; graph.txt does not say)
-        key_heads: for grouped-query attention (default: heads)
-        head_size: width of a head (default: hidden / heads)
-        feed: width of the feed-forward layers (default: 4 times hidden)
-        gated: feed-forward layers have a gate (SwiGLU); no biases, a head with weights of its own
-        experts: copies of the feed-forward layers
-        active: experts that a token uses
-        shared: more experts, which every token uses
-        dense: feed-forward widths of the first layers, which have no experts
-        latent: latent attention: ranks of queries and keys, a head's nope, rope and value
-    """
-
-    model: Name = None
-    layers: Count = None
-    hidden: Count = None
-    heads: Count = None
-    sequence: Count = None
-    vocabulary: Count = None
-    profile: Name = None
-    samples: Count = None
-    key_heads: Count = None
-    head_size: Count = None
-    feed: Count = None
-    gated: bool = False
-    experts: Count = None
-    active: Count = None
-    shared: Count = None
-    dense: Counts = None
-    latent: Counts = None
-
-    def found(self) -> Any:
-        """The Transformer or the Profile."""
-        sizes = vars(self) | {}
-        profile, samples, name = (sizes.pop(each) for each in ("profile", "samples", "model"))
-        if profile:
-            if any(sizes.values()) or name:
-                raise ValueError(f"{profile} has its own layers: leave out {SIZES}")
-            found = read_profile(profile)
-            return replace(found, samples=samples or found.samples)
-        given = {name: size for name, size in sizes.items() if size}
-        if name in MODELS:
-            return replace(MODELS[name], **given)
-        if name:
-            raise ValueError(f"unknown model {name!r}: there are {', '.join(MODELS)}")
-        needed = {
-            name: sizes[name] for name in ("layers", "hidden", "heads", "sequence", "vocabulary")
-        }
-        require(needed, "model", f"--model {', '.join(MODELS)}, or --profile FILE")
-        return Transformer(**given)
+def model(text: str) -> Transformer | Profile:
+    """A named model, or a file's: sizes or a measured profile; changed by settings."""
+    name, sizes, measured = described(text, SIZES, MODELS, "model")
+    samples = sizes.pop("samples", None)
+    if measured:
+        if sizes:
+            raise ValueError(f"{name} has its own layers: leave out {', '.join(sizes)}")
+        profile = read_profile(name)
+        return replace(profile, samples=samples or profile.samples)
+    if samples:
+        raise ValueError(f"samples={samples}: only a profile has them; leave that out")
+    if name:
+        return replace(MODELS[name], **sizes)
+    return Transformer(**_complete(sizes, Transformer, MODELS))
 
 
-@dataclass(frozen=True)
-class Techniques:
-    """How it is trained.
-
-    Args:
-        tensor: how many devices may share every layer: one number, or several (1,2,4,8)
-        context: how many devices may share every sequence
-        expert: replicas that share the experts
-        optimizer: bytes of its state per byte of weights (default: 7, or 2 with --profile)
-        zero: what replicas shard: 1 the optimizer's state, 3 all (default: 1, 0 with --profile)
-        flash: attention does not keep its matrix of sequence by sequence
-        sequence_parallel: split by tokens what tensor parallelism leaves whole
-        overlap: the gradients' all-reduce overlaps with the last backward
-        pairs: a forward's and a backward's messages to experts overlap with each other's compute
-        slices: into how many slices a sequence may be cut: one number, or several (2,4,8)
-        blocking: messages stop the devices that send them
-    """
-
-    tensor: Counts = (1,)
-    context: Counts = (1,)
-    expert: Count = 1
-    optimizer: Number = None
-    zero: Literal["0", "1", "3"] | None = None
-    flash: bool = True
-    sequence_parallel: bool = True
-    overlap: bool = False
-    pairs: bool = False
-    slices: Counts = (1,)
-    blocking: bool = False
-
-    def options(self) -> dict[str, Any]:
-        found = vars(self) | {"zero": int(self.zero) if self.zero else None}
-        return found | {"sequence": found.pop("sequence_parallel")}
+def machine(text: str) -> dict[str, Any]:
+    """A named machine, or a file's, changed by settings: what `Machine` takes."""
+    name, numbers, other = described(text, MACHINE, MACHINES, "machine")
+    if other:
+        raise ValueError(f'{name} has no machine: give a JSON object such as {{"node": 8}}')
+    return (vars(MACHINES[name]) if name else {"name": "this machine"}) | numbers
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """A machine by name, by numbers, or both: given numbers replace its own.
-
-    Args:
-        machine: such as A100-80GB
-        flops: peak FLOP/s of a device
-        share: of the peak FLOP/s that is reached (default: the machine's, as published, or 0.5)
-        memory: bytes of a device
-        bandwidth: bytes/s of a device's link to another node
-        inside: bytes/s of its link inside the node (default: as --bandwidth)
-        node: devices of a node (default: 1)
-        latency: seconds of a message (default: 5e-6)
-        overhead: extra seconds per action (default: 0)
-        narrow: sides at which a matrix product takes four times as long (default: 0)
-        hbm: bytes/s of a device's own memory (default: inf)
-        rack: devices of a rack (default: all)
-        spine: bytes/s of a device's link to another rack (default: as --bandwidth)
-    """
-
-    machine: Name = None
-    flops: Number = None
-    share: Number = None
-    memory: Number = None
-    bandwidth: Number = None
-    inside: Number = None
-    node: Count = None
-    latency: Number = None
-    overhead: Number = None
-    narrow: Number = None
-    hbm: Number = None
-    rack: Count = None
-    spine: Number = None
-
-    def found(self, timed: bool) -> Machine:
-        """The machine; with a profile, which has its own seconds, FLOP/s may be left out."""
-        numbers = {name: value for name, value in vars(self).items() if value is not None}
-        name = numbers.pop("machine", None)
-        if name in MACHINES:
-            return replace(MACHINES[name], **numbers)
-        if name:
-            raise ValueError(f"unknown machine {name!r}: there are {', '.join(MACHINES)}")
-        if timed:
-            numbers.setdefault("flops", 1.0)
-        needed = {name: numbers.get(name) for name in ("flops", "memory", "bandwidth")}
-        require(needed, "machine", f"--machine {', '.join(MACHINES)}")
-        return Machine("this machine", **numbers)
+def _complete(values: dict[str, Any], kind: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, if none is missing that has no default."""
+    needed = [each.name for each in fields(kind) if each.default is MISSING]
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"add {'=, '.join(missing)}=, or begin with one of {', '.join(named)}")
+    return values
 
 
-def plan_command(
+@command(
+    "--model llama-3-405b --machine H100-80GB --devices 1024 --batch 1024 --training tensor=8",
+    "--model layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=51200"
+    " --machine A100-80GB,node=4 --devices 16 --batch 128",
+    models=MODELS,
+    machines=MACHINES,
+    sizes=SIZES,
+    numbers=MACHINE,
+    splits=SPLIT,
+)
+def plan(
+    *,
     devices: Count,
     batch: Count,
-    model: ModelSizes,
-    nodes: Nodes,
-    techniques: Techniques,
-    faults: Faults,
-    split: Annotated[bool, arg(help=f"also with split backwards: {', '.join(SPLIT)}")] = False,
+    model: Annotated[Any, model],
+    machine: Annotated[Any, machine],
+    training: Annotated[Any, only(TRAINING)] = NOTHING,
+    faults: Annotated[Any, only(FAULTS)] = NOTHING,
+    split: bool = False,
     asynchronous: bool = False,
-    json: Json = False,
+    json: bool = False,
 ) -> None:
     """Which schedule, stages, replicas and micro-batch train a model fastest on a machine.
 
-    Args:
-        devices: all of them
-        batch: samples, of all devices
-        asynchronous: also schedules that train with several weight versions
+    devices N  all of them
+    batch N  samples, of all devices
+    model MODEL  {models}; or a JSON file of sizes, or a measured profile; changed by, or just,
+        NAME=X,... of {sizes}
+    machine MACHINE  {machines}; or a JSON file; changed by, or just, NAME=X,... of {numbers}
+    training NAME=X,...  devices that may share a layer: tensor=1,2,4, a sequence: context, experts:
+        expert; slices=2,4 of sequences; zero=0, 1 or 3; optimizer: bytes per byte of weights; yes
+        or no: flash sequence overlap (all-reduces) pairs (experts' messages) blocking
+    faults NAME=X,...  what they cost: jitter=0.02 (of an action), slow=2 (one device),
+        between=10800 (seconds between failures), write, restart
+    split  also with split backwards: {splits}
+    asynchronous  also schedules with several weight versions
     """
-    faulty = faults != Faults()
+    if isinstance(model, Profile):  # which has its own seconds
+        machine.setdefault("flops", 1.0)
     schedules = [*FLUSH, *(SPLIT if split else ()), *(ASYNCHRONOUS if asynchronous else ())]
     problem = Problem(
-        model.found(),
-        nodes.found(timed=bool(model.profile)),
+        model,
+        Machine(**_complete(machine, Machine, MACHINES)),
         devices,
         batch,
         schedules=tuple(schedules),
-        **techniques.options(),
+        **training,
     )
+    own = Faults(**faults)
     answer = find_plan(problem)
     start = start_lines(answer)
     if json:
-        added = {"faults": faults_of(answer.best, faults)} if faulty else {}
+        added = {"faults": faults_of(answer.best, own)} if faults else {}
         print(dumps({**answer.to_json(), "start": start, **added}))
         return
-    more = [faults_text(answer, faults)] if faulty else []
+    more = [faults_text(answer, own)] if faults else []
     print(answer, *more, "start it, on a small GPT-2 with these stages:", sep="\n")
     print(*(f"  {line}" for line in start), sep="\n")
 
 
-def search_command(
+@command(
+    "--devices 4 --microbatches 8 --memory 3",
+    "--devices 4 --microbatches 8 --costs forward=1,2,1,1 --seconds 10 --csv found.csv",
+)
+def search(
+    *,
     devices: Count,
     microbatches: Count,
-    costs: Costs,
+    costs: OfCosts = UNIT,
     memory: Positive = None,
-    placement: Literal["loop", "v"] = "loop",
+    placement: Annotated[Any, one_of("loop", "v")] = "loop",
     virtual: Count = 1,
     whole: bool = False,
-    seconds: float = 60.0,
-    workers: int = 0,
-    csv: Name = None,
-    json: Json = False,
-    plot: Plot = None,
+    seconds: Annotated[Any, number] = 60.0,
+    workers: Annotated[Any, whole] = 0,
+    csv: str | None = None,
+    json: bool = False,
+    plot: str | None = None,
 ) -> None:
     """Find the fastest one-batch schedule for costs and a memory limit; prove how good it is.
 
     Needs OR-Tools (the extra `search`). Ctrl-C ends the search with the best so far.
 
-    Args:
-        devices: a row each
-        microbatches: of the batch
-        memory: how many micro-batches' activations fit on a device (default: P; inf: no limit)
-        placement: of stages on devices
-        virtual: stages a device (loop)
-        whole: do not split backwards into I and W
-        seconds: time limit (0: only heuristics, without OR-Tools)
-        workers: threads (0: all cores)
-        csv: write the table; replaces that file
+    memory X  micro-batches whose activations fit on a device (default: as many as devices)
+    placement WORD  of stages on devices: loop or v
+    virtual N  stages a device (loop)
+    whole  do not split backwards into I and W
+    seconds X  time limit (0: only heuristics, without OR-Tools)
+    workers N  threads (0: all cores)
     """
     check_targets(csv=csv, plot=plot)
     shown = sys.stderr.isatty()
-    found = search(
+    found = order.search(
         costs,
         devices,
         microbatches,
@@ -306,7 +239,7 @@ def search_command(
     )
     if shown:
         print("\r\033[K", end="", file=sys.stderr)
-    timeline = simulate(found, costs)
+    timeline = pipelab.simulate(found, costs)
     write_figure(plot, lambda: pipelab.plot.timeline(timeline))
     write_text(csv, found.to_csv)
     show(json, timeline, found.proof)

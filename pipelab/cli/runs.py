@@ -1,4 +1,4 @@
-"""run, train, explain: real training and its measurements."""
+"""run, train, diagnose: real training and its measurements."""
 
 import os
 import sys
@@ -6,83 +6,80 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from tyro.conf import Positional, arg
+from typing import Annotated, Any
 
 import pipelab
-from pipelab import Costs, Recompute, diagnose, explain, fit, simulate, validate
-from pipelab.cli.files import check_targets, read_csv, write_figure
+from pipelab import Costs, explain, simulate, validate
+from pipelab.cli.files import check_targets, read_csv, write_figure, write_text
 from pipelab.cli.models import Training, into_stages, jax_model, small_model
 from pipelab.cli.options import (
-    NAMES,
+    Backend,
     Balance,
     Count,
     Finite,
-    Json,
-    Model,
-    Name,
-    Plot,
     Rate,
     Seed,
-    TableOptions,
-    Timeout,
+    Table,
+    again,
+    one_of,
 )
+from pipelab.cli.parser import command
 from pipelab.cli.report import SIZES, FailedVerdict, as_json, describe, verdict_of
 from pipelab.measure.trace import from_trace
-from pipelab.predict.costs import Recomputed
 from pipelab.training.step import TrainedBatch
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """How to run it.
+class Running:
+    """How a table is run.
 
-    Args:
-        backend: default: threads; under torchrun or deepspeed: their ranks
-        replicas: pipelines that train together (with a flush)
-        save: write a checkpoint at the end
-        stop: end after K batches (with --save)
-        resume: continue from a checkpoint
+    backend WORD  threads, processes or jax (default: threads; under torchrun or deepspeed: their
+        ranks)
+    stop N  end after so many batches (with --save)
+    resume FOLDER  continue from a checkpoint
     """
 
-    backend: Literal["threads", "processes", "jax"] | None = None
+    backend: Annotated[Any, one_of("threads", "processes", "jax")] = None
     replicas: Count = 1
-    save: Name = None
+    save: str | None = None
     stop: Count = None
-    resume: Name = None
-    timeout: Timeout = 60.0
+    resume: str | None = None
+    timeout: Finite = 60.0
 
 
-def run_command(
-    table: TableOptions,
-    options: RunOptions,
-    model: Model = "mlp",
-    dropout: Rate = 0.0,
-    device: Name = None,
-    recompute: Recomputed = Recompute.NEVER,
+@command(
+    "gpipe --devices 4 --microbatches 8 --model gpt2",
+    "pipedream_flush --devices 2 --microbatches 4 --fit costs.json",
+)
+def run(
+    table: Table,
+    options: Running,
+    *,
+    model: str = "mlp",
     balance: Balance = "uniform",
+    dropout: Rate = 0.0,
+    recompute: Annotated[Any, again] = "never",
     seed: Seed = 0,
-    json: Json = False,
+    device: str | None = None,
     distributed: bool = False,
     paced: Finite = None,
+    fit: str | None = None,
+    json: bool = False,
 ) -> None:
-    """Train a small model for real and check every gradient.
+    """Train a small model for real and compare every gradient with training on one device.
 
-    Args:
-        recompute: when a backward first runs its forward again
-        balance: layers of each stage, such as 3,5,5,1 (in all the model's), or how to find them
-        distributed: jax: as one of several processes (calls jax.distributed.initialize)
-        paced: seconds per cost unit: slow down to the predicted times
-        device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
+    distributed  jax: as one of several processes (calls jax.distributed.initialize)
+    paced SECONDS  per cost unit: slow down to the predicted times
+    fit FILE  write the costs that this run had, for --costs; replaces that file
     """
-    schedule = validate(table.make().without_transfers())  # executors post their own
+    # Executors post their own transfers.
+    schedule = validate(table.make().without_transfers())
     jax = options.backend == "jax"
     if distributed and not jax:
         raise ValueError("--distributed needs --backend jax; torch's ranks are started by torchrun")
     first = _join_processes() if distributed else os.environ.get("RANK", "0") == "0"
     if first:
-        check_targets(save=options.save)
+        check_targets(save=options.save, fit=fit)
     if jax and (model != "mlp" or dropout or balance != "uniform"):
         raise ValueError(
             "--backend jax runs only the mlp, with two layers per stage and without dropout: leave "
@@ -101,8 +98,11 @@ def run_command(
         **vars(options),
     )
     # Predicted with the very costs it is paced by, or with those that it measured itself.
-    costs = Costs(paced, paced, paced, recompute=recompute) if paced else fit(result.timeline)
+    costs = (
+        Costs(paced, paced, paced, recompute=recompute) if paced else pipelab.fit(result.timeline)
+    )
     if first:  # of several ranks, the one that reports
+        write_text(fit, lambda: pipelab.fit(result.timeline, result.memory).to_json())
         if balance != "uniform":
             _tell_balance(parts[0], json)
         _tell(result, costs, json)
@@ -163,27 +163,30 @@ def _join_processes() -> bool:
     return jax.process_index() == 0
 
 
-def train_command(
-    model: Positional[Annotated[str, arg(metavar="gpt2|FOLDER")]],
+@command(
+    "gpt2 --devices 2 --save checkpoints",
+    "FOLDER --devices 4 --schedule zb_h1 --balance 3,5,5,1",
+)
+def train(
+    model: str,
     training: Training,
+    *,
     steps: Count = 100,
-    device: Name = None,
-    timeout: Timeout = 60.0,
-    json: Json = False,
-    backend: Literal["threads", "processes"] | None = None,
+    save: str | None = None,
     every: Count = 10,
     balance: Balance = "uniform",
-    save: Name = None,
+    backend: Backend = None,
+    device: str | None = None,
+    timeout: Finite = 60.0,
+    json: bool = False,
 ) -> None:
     """Train GPT-2, or your own language model, on real text, resumable at any step.
 
-    Args:
-        model: a folder: of a causal language model as transformers saves it, or its config alone
-        steps: in total; may be more than before
-        device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
-        every: a line, and with --save a checkpoint, every K steps
-        balance: layers of each stage, such as 3,5,5,1, or how to find them
-        save: keep the last checkpoint here, and continue from it; other files are not touched
+    model MODEL  gpt2, or a folder of a causal language model as transformers saves it, or of its
+        config alone
+    steps N  in total; may be more than before
+    save FOLDER  keep the last checkpoint here, and continue from it; other files are not touched
+    every N  a line, and with --save a checkpoint, every so many steps
     """
     import torch
 
@@ -259,23 +262,23 @@ def _follow(
         raise FailedVerdict(str(run.check))
 
 
-def explain_command(
-    traces: Positional[list[str]],
-    schedule: Annotated[str | None, arg(metavar="NAME", help=f"what ran: {NAMES}")] = None,
-    json: Json = False,
-    plot: Plot = None,
+@command(
+    "rank0.json rank1.json",
+    "trace.json --schedule gpipe --plot trace.png",
+)
+def diagnose(
+    traces: list[str], *, schedule: str | None = None, json: bool = False, plot: str | None = None
 ) -> None:
-    """The losses of a run, and what would help: pipelab.diagnose.
+    """Where the time of a run went, and what would help.
 
-    Args:
-        traces: JSON of torch.profiler (a file for each rank) or of simulate --trace, or CSV of
-            spans: stage,kind,microbatch,start,end
+    traces TRACE...  JSON of torch.profiler, a file for each rank; or of simulate --trace; or CSV of
+        spans: stage,kind,microbatch,start,end
     """
     check_targets(plot=plot)
     ran: Any = schedule
     if schedule and schedule.endswith(".csv"):
         ran = read_csv(schedule).without_transfers()
     timeline = from_trace(traces, ran)
-    found = diagnose(timeline)
+    found = pipelab.diagnose(timeline)
     write_figure(plot, lambda: pipelab.plot.timeline(timeline))
     print(as_json(found.to_json()) if json else found)

@@ -87,7 +87,7 @@ class Diagnosis:
 def diagnose(timeline: Timeline) -> Diagnosis:
     """Where a run loses time, by causes that sum to its idle time, and what changes would gain.
 
-    The command `pipelab explain` prints it; `explain`, the function, compares a run with a
+    The command `pipelab diagnose` prints it; `explain`, the function, compares a run with a
     prediction.
 
     Every idle instant of a device has one cause. The device's next action can start (`overhead`),

@@ -70,7 +70,7 @@ class Explanation:
 def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) -> Explanation:
     """Attribute the seconds that a run took longer than these costs predict to causes.
 
-    `diagnose`, which the command `pipelab explain` prints, shows a run's own losses instead.
+    `diagnose`, which the command `pipelab diagnose` prints, shows a run's own losses instead.
 
     The measured run's own costs (`fit`, with one transfer for each link) replace the predicted ones
     step by step. Each step's change of the makespan is a cause, in this order:

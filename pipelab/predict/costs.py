@@ -1,5 +1,6 @@
 """The costs of each stage: seconds and bytes."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -145,6 +146,16 @@ class Costs:
             value = getattr(self, field.name)
             if field.name != "recompute" and (value is not None or field.default is not None):
                 object.__setattr__(self, field.name, _checked(field.name, value))
+
+    def to_json(self) -> str:
+        """The costs that are not as by default, as a JSON object.
+
+        >>> text = Costs(forward=[1, 2], transfer=0.5).to_json()
+        >>> text, Costs(**json.loads(text)).transfer
+        ('{"forward": [1.0, 2.0], "transfer": 0.5}', 0.5)
+        """
+        given = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return json.dumps({name: value for name, value, default in given if value != default})
 
     def of(self, name: str, count: int) -> list[float]:
         """The values of one cost: one per stage, or link (stages - 1), or device.

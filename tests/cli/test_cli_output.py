@@ -75,31 +75,21 @@ def test_ranks_need_no_open_stderr(tmp_path):
     ids=["module", "script"],
 )
 def test_an_interrupt_while_the_command_is_loaded_leaves_no_traceback(start, tmp_path):
-    (tmp_path / "tyro.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    (tmp_path / "argparse.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     done = shell(f"{start} simulate {SMALL}", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_too_little_memory_is_one_line_and_status_2(tmp_path):
-    line = "ulimit -v 500000; $PIPELAB schedule gpipe --devices 2000 --microbatches 2000 --csv"
+    line = "ulimit -v 500000; $PIPELAB validate gpipe --devices 2000 --microbatches 2000"
     done = shell(line, tmp_path, OPENBLAS_NUM_THREADS="1")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "error: out of memory: make a size smaller" in done.stderr
 
 
 def test_the_version(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert (stop.value.code, capsys.readouterr().out) == (0, f"pipelab {pipelab.__version__}\n")
-
-
-@pytest.mark.parametrize("command", ["simulate", "search", "bound"])
-def test_transfers_are_per_link(capsys, command):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    words = " ".join(capsys.readouterr().out.split())
-    assert "--transfer X seconds of latency between stages on different devices, " in words
-    assert "one number or one per link (stages - 1; both directions)" in words
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pipelab {pipelab.__version__}\n"
 
 
 def test_files_may_begin_with_a_byte_order_mark(capsys, tmp_path):

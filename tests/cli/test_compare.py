@@ -86,7 +86,7 @@ def test_compare_predicts_for_a_profile(tmp_path, capsys):
     command = ["compare", "--profile", str(file), "--devices", "2", "--microbatches", "4"]
     assert main([*command, "--batches", "1"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^gpipe +10 +20.0% +0 +0.0% ", out, re.M) and "measured" not in out
+    assert re.search(r"^gpipe +10 +20.0% +0 +4 +yes +0.0% ", out, re.M) and "measured" not in out
     assert main([*command, "--plot", str(tmp_path)]) == 2
     assert "is a folder: name a file" in capsys.readouterr().err
 
@@ -113,9 +113,9 @@ def test_schedules_that_there_are_not_are_left_out(tmp_path, capsys):
     file.write_text(json.dumps({"layers": [{"name": str(i), "forward": 1} for i in range(8)]}))
     sizes = ["--devices", "4", "--microbatches", "2", "--batches", "1"]
     assert main(["compare", "--profile", str(file), *sizes]) == 0
-    _, _, *rows = capsys.readouterr().out.splitlines()
-    assert rows.pop().startswith("left out: pipedream_2bw needs microbatches >= devices")
-    assert rows.pop().startswith("gap: ")
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("left out: pipedream_2bw needs microbatches >= devices")
+    rows = re.split(r"^schedule .*|^gap: .*", out, flags=re.M)[1].split("\n")[1:-1]
     assert {row.split()[0] for row in rows} == set(SCHEDULES) - {"pipedream_2bw"}
 
 
@@ -134,7 +134,9 @@ def test_costs_per_link_leave_interleaved_out(tmp_path, capsys):
     assert "pipedream_2bw" not in [e["schedule"] for e in compare(Costs(), 4, 2)]
     file = tmp_path / "p.json"
     file.write_text(json.dumps({"layers": [{"name": str(i), "forward": 1} for i in range(3)]}))
-    assert main(["compare", "--profile", str(file), "--devices", "3", "--transfer", "1,2"]) == 0
+    assert (
+        main(["compare", "--profile", str(file), "--devices", "3", "--costs", "transfer=1,2"]) == 0
+    )
     assert "left out: interleaved: transfer per link" in capsys.readouterr().out
 
 

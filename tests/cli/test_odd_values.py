@@ -7,13 +7,14 @@ import re
 import pytest
 
 from pipelab import make, simulate
-from pipelab.cli import main
+from pipelab.cli import COMMANDS, main
+from pipelab.cli.options import COSTS
 from pipelab.measure.trace import to_trace
 from pipelab.optimize.cut import Layer, Profile
 from tests.cli.test_cli import SMALL, call
 
-PLAN = "--devices 4 --batch 8 --layers 4 --hidden 64 --heads 4 --sequence 32 --vocabulary 100"
-PLAN += " --flops 1e12 --memory 1e10 --bandwidth 1e9"
+PLAN = "--devices 4 --batch 8 --model layers=4,hidden=64,heads=4,sequence=32,vocabulary=100"
+PLAN += " --machine flops=1e12,memory=1e10,bandwidth=1e9"
 ODD = ["inf", "nan", "-1", "0", "-0.0", "1e308", "1e-320", "1e400", "9" * 30, "3k", "", "1,nan"]
 ODD += ["1e308,1e308", "²"]
 NOT_FINITE = re.compile(r"\b(nan|inf|NaN|Infinity)\b|\"makespan\": null")
@@ -30,34 +31,30 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def options_of(capsys, command):
-    """The options in a command's help, but those that name files to write."""
-    text = call(capsys, f"{command} --help")[1]
-    lines = [line for line in text.splitlines() if re.match(r"\W*(-h, )?--[a-z]", line)]
-    found = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", "\n".join(lines)))
-    return [option for option in found if option not in ("--help", "--csv", "--trace", "--plot")]
+def options_of(command):
+    """The options of a command, but those that name files to write; each cost is one."""
+    files = ("--csv", "--trace", "--plot")
+    found = [f"{option}=" for option in COMMANDS[command].options if option not in files]
+    return found + [f"--costs={name}=" for name in COSTS if "--costs=" in found]
 
 
 @pytest.mark.parametrize(
     "line",
     [
         f"simulate {SMALL} --json",
-        "bound --devices 2 --microbatches 2 --json",
+        "compare --costs forward=1 --devices 2 --microbatches 2 --json",
         "partition --profile profile.json --devices 2 --json",
         "search --devices 2 --microbatches 2 --seconds 0 --json",
     ],
 )
 def test_each_option_takes_odd_numbers_or_says_what_it_takes(capsys, files, line):
     command, *given = line.split()
-    options = options_of(capsys, command)
+    options = options_of(command)
     assert len(options) > 5
     for option in options:
         for value in ODD:
-            words = [command, *given, f"{option}={value}"]
-            try:
-                status = main(words)
-            except SystemExit as refused:
-                status = refused.code
+            words = [command, *given, f"{option}{value}"]
+            status = main(words)
             out, err = capsys.readouterr()
             if status == 0:
                 assert err == "" and not NOT_FINITE.search(out), words
@@ -69,11 +66,14 @@ def test_each_option_takes_odd_numbers_or_says_what_it_takes(capsys, files, line
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (f"simulate {SMALL} --forward 1e308", "forward=1e+308: give numbers from 1e-100 to"),
-        (f"simulate {SMALL} --speed 1e-320", "speed=1e-320: give numbers from 1e-100 to 1e+100"),
-        (f"plan {PLAN} --optimizer 1e308", "at least 0, at most 1e+100"),
-        (f"plan {PLAN} --between 1e308", "between=1e+308: give at most 1e+100, or inf"),
-        (f"plan {PLAN} --latency 1e308", "latency=1e+308 of this machine: give 0 to 1e+100"),
+        (f"simulate {SMALL} --costs forward=1e308", "forward=1e+308: give numbers from 1e-100 to"),
+        (
+            f"simulate {SMALL} --costs speed=1e-320",
+            "speed=1e-320: give numbers from 1e-100 to 1e+100",
+        ),
+        (f"plan {PLAN} --training optimizer=1e308", "at least 0, at most 1e+100"),
+        (f"plan {PLAN} --faults between=1e308", "between=1e+308: give at most 1e+100, or inf"),
+        (f"plan {PLAN},latency=1e308", "latency=1e+308 of this machine: give 0 to 1e+100"),
         (f"plan {PLAN.replace('64', '9' * 30)}", "hidden=" + "9" * 30 + ": give at most 9,007"),
         (f"run {SMALL} --replicas {10**30}", "give at most 268,435,456 numbers in all"),
     ],
@@ -85,7 +85,7 @@ def test_a_number_too_large_is_named(capsys, line, told):
 
 
 def test_a_node_of_any_size_is_no_loop(capsys):
-    assert call(capsys, f"plan {PLAN} --node {10**30}")[0] == 0
+    assert call(capsys, f"plan {PLAN},node={10**30}")[0] == 0
 
 
 # ---- files
@@ -106,8 +106,8 @@ def become(path, kind):
 @pytest.mark.parametrize(
     "line",
     [
-        *("simulate odd.csv", "validate odd.csv", "explain odd.csv", "run odd.csv"),
-        *("explain trace.json --schedule odd.csv", "partition --devices 2 --profile odd.csv"),
+        *("simulate odd.csv", "validate odd.csv", "diagnose odd.csv", "run odd.csv"),
+        *("diagnose trace.json --schedule odd.csv", "partition --devices 2 --profile odd.csv"),
     ],
 )
 @pytest.mark.parametrize(
@@ -188,5 +188,5 @@ def test_a_time_in_a_trace_is_a_finite_number(capsys, files, time):
     content = json.loads((files / "trace.json").read_text())
     content["otherData"]["times"][0][1] = time
     (files / "trace.json").write_text(json.dumps(content))
-    status, out, err = call(capsys, "explain trace.json")
+    status, out, err = call(capsys, "diagnose trace.json")
     assert (status, out, err.count("\n")) == (2, "", 1) and "trace.json: " in err

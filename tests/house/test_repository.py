@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,22 @@ def test_a_pages_examples_run(page, capsys):
         assert "run" not in scope or scope["run"].check.passed
     for output in re.findall(r"```text\n(.*?)```", text, re.S):
         assert output.split() == capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_pages_commands_are_read(page, tmp_path, monkeypatch):
+    """Every line of shell that begins pipelab has a command and options that there are."""
+    from pipelab.cli import COMMANDS
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "costs.json").write_text("{}")
+    text = page.read_text()
+    lines = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.S)).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`(pipelab [^`]+)`", text)
+    found = [re.search(r"(?:^|[ ])pipelab ([a-z]+ .*)", line) for line in lines if line[:1] != "#"]
+    for command, *words in (shlex.split(line[1], comments=True) for line in found if line):
+        COMMANDS[command].read([word for word in words if word != "&"])
+    assert any(found) or page.name not in ("README.md", "schedules.md", "jobs.md", "scaling.md")
 
 
 def test_make_help_lists_the_targets():

@@ -514,7 +514,7 @@ def test_the_command(tmp_path, capsys):
     trace, table, plot = (tmp_path / name for name in ("run.json", "table.csv", "run.png"))
     trace.write_text(json.dumps(to_trace(t)))
     table.write_text(t.schedule.to_csv())
-    line = ["explain", str(trace), "--plot", str(plot), "--schedule", str(table)]
+    line = ["diagnose", str(trace), "--plot", str(plot), "--schedule", str(table)]
     assert main(line) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("gpipe on 2 devices, 1 x 4 micro-batches: this run loses 26.3 %")

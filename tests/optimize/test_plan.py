@@ -35,7 +35,7 @@ from tests.conftest import examples
 
 GPT3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
 A100 = MACHINES["A100-80GB"]
-SMALL = "--layers 4 --hidden 256 --heads 4 --sequence 128 --vocabulary 1000"
+SMALL = "--model layers=4,hidden=256,heads=4,sequence=128,vocabulary=1000"
 
 
 # ---- against exhaustive simulation
@@ -552,7 +552,7 @@ def call(capsys, line):
 
 def test_the_command(capsys):
     line = f"{SMALL} --machine V100-DGX2 --devices 4 --batch 16"
-    status, out, err = call(capsys, f"{line} --tensor 1,2 --json")
+    status, out, err = call(capsys, f"{line} --training tensor=1,2 --json")
     answer = json.loads(out)
     assert (status, err) == (0, "")
     assert list(answer) == [
@@ -590,7 +590,7 @@ def test_the_share_of_the_peak_says_where_it_is_from(capsys):
     line = f"{SMALL} --machine H100-80GB --devices 1 --batch 1"
     out = call(capsys, line)[1]
     assert "0.574 of a peak of 989 TFLOP/s (0.574 is the best published for an H100: Llama 3" in out
-    out = call(capsys, f"{line} --share 0.287")[1]
+    out = call(capsys, line.replace("80GB", "80GB,share=0.287"))[1]
     assert "0.287 of a peak of 989 TFLOP/s (given; 0.574 is the best published" in out
     model = Transformer(layers=4, hidden=256, heads=4, sequence=128, vocabulary=1000)
     machine = replace(MACHINES["H100-80GB"], hbm=math.inf)
@@ -619,12 +619,12 @@ def test_a_profile_and_a_machine_in_numbers(capsys, tmp_path):
     file = tmp_path / "profile.json"
     layer = Layer("layer", 1.0, 1.0, 1.0, weights=1e6, activations=1e6, output=1e3)
     file.write_text(Profile((layer,) * 4, samples=2).to_json())
-    line = f"--profile {file} --memory inf --bandwidth 1e9 --devices 4 --batch 8 --json"
+    line = f"--machine memory=inf,bandwidth=1e9 --model {file} --devices 4 --batch 8 --json"
     status, out, err = call(capsys, line)
     assert (status, err) == (0, "")
     assert json.loads(out)["memory_limit"] is None
     assert json.loads(out)["best"]["parts"]["compute"] == 4 * 3 * (8 / 2) / 4
-    status, out, err = call(capsys, f"{line} --samples 8 --asynchronous --split")
+    status, out, err = call(capsys, f"{line} --model {file},samples=8 --asynchronous --split")
     assert json.loads(out)["best"]["parts"]["compute"] == 4 * 3 * (8 / 8) / 4
 
 
@@ -633,11 +633,11 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
     times = "forward_compute_time=64, backward_compute_time=128"
     node = f"node%d -- Linear -- {times}, activation_size=8, parameter_size=8\n"
     file.write_text(node % 1 + node % 2 + "\tnode1 -- node2\n")
-    line = f"--profile {file} --memory inf --bandwidth 1e9 --devices 2 --batch 128 --json"
+    line = f"--machine memory=inf,bandwidth=1e9 --model {file} --devices 2 --batch 128 --json"
     status, out, err = call(capsys, line)
     assert (status, out) == (2, "")
     assert "the profile does not say how many samples its times are for: give their number" in err
-    found = json.loads(call(capsys, f"{line} --samples 64")[1])
+    found = json.loads(call(capsys, f"{line} --model {file},samples=64")[1])
     assert found["best"]["parts"]["compute"] == pytest.approx(2 * 0.192 * (128 / 64) / 2)
     found = Profile.read(file.read_text())
     assert found.samples is None and Profile.read(found.to_json()) == found
@@ -646,28 +646,32 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "no model: add --layers --hidden --heads --sequence --vocabulary, or give --model"),
-        ("--model gpt5", "unknown model 'gpt5': there are deepseek-v3, mixtral-8x7b"),
-        (f"{SMALL} --latent 4,2", "latent=(4, 2): give query, key, nope, rope, value"),
-        (f"{SMALL} --dense 8,8,8,8,8", "dense has 5 widths, but there are 4 layers"),
-        (f"{SMALL} --profile x", "x has its own layers: leave out --layers"),
-        (SMALL, "no machine: add --flops --memory --bandwidth, or give --machine A100-80GB"),
-        (f"{SMALL} --machine L40S", "unknown machine 'L40S': there are A100-80GB"),
-        (f"{SMALL} --machine A100-80GB --flops 0", "flops=0.0 of A100-80GB: give a number above"),
+        ("--machine H200", "the following arguments are required: --model"),
+        ("--model heads=4 --machine H200", "--model: add layers=, hidden=, sequence=, vocabulary="),
         (
-            f"{SMALL} --machine A100-80GB --heads 3",
+            "--model gpt5 --machine H200",
+            "unknown model 'gpt5': there are deepseek-v3, mixtral-8x7b",
+        ),
+        (f"{SMALL},latent=4,2", "latent=(4, 2): give query, key, nope, rope, value"),
+        (f"{SMALL},dense=8,8,8,8,8", "dense has 5 widths, but there are 4 layers"),
+        (f"{SMALL},width=8", "width=8: There are layers, hidden"),
+        (f"{SMALL} --machine node=4", "add flops=, memory=, bandwidth=, or begin with one of A100"),
+        (f"{SMALL} --machine L40S", "unknown machine 'L40S': there are A100-80GB"),
+        (f"{SMALL} --machine A100-80GB,flops=0", "flops=0.0 of A100-80GB: give a number above"),
+        (
+            f"{SMALL.replace('heads=4', 'heads=3')} --machine A100-80GB",
             "heads=3 hidden=256: give heads that divide hidden",
         ),
         (
-            f"{SMALL} --machine A100-80GB --share -1",
+            f"{SMALL} --machine A100-80GB,share=-1",
             "share=-1.0 of A100-80GB: give a number above 0",
         ),
-        (f"{SMALL} --machine A100-80GB --memory nan", "memory=nan of A100-80GB"),
-        (f"{SMALL} --machine A100-80GB --tensor 3", "tensor=3: give a number that divides"),
-        (f"{SMALL} --machine A100-80GB --memory 1e6", "nothing fits devices of 0.001 GB"),
+        (f"{SMALL} --machine A100-80GB,memory=nan", "memory=nan of A100-80GB"),
+        (f"{SMALL} --machine A100-80GB --training tensor=3", "tensor=3: give a number that"),
+        (f"{SMALL} --machine A100-80GB,memory=1e6", "nothing fits devices of 0.001 GB"),
         (f"{SMALL} --machine A100-80GB --devices 7", "batch=16 on 7 devices: no pipeline"),
-        ("--profile pyproject.toml --machine A100-80GB", "pyproject.toml: line 1 is not a node"),
-        ("--profile nowhere.json --machine A100-80GB", "nowhere.json"),
+        ("--model pyproject.toml --machine A100-80GB", "pyproject.toml: line 1 is not a node"),
+        ("--model nowhere.json --machine A100-80GB", "nowhere.json"),
     ],
 )
 def test_errors_are_one_line(capsys, line, message):
@@ -677,8 +681,27 @@ def test_errors_are_one_line(capsys, line, message):
     assert err.count("\n") == 1
 
 
+def test_a_model_and_a_machine_in_files(capsys, tmp_path):
+    """A JSON object says what the settings say; settings behind it change it."""
+    model, machine = tmp_path / "model.json", tmp_path / "machine.json"
+    model.write_text(
+        '{"layers": 4, "hidden": 256, "heads": 4, "sequence": 128, "vocabulary": 1000}'
+    )
+    machine.write_text('{"flops": 1e12, "memory": 2e9, "bandwidth": 1e9}')
+    line = f"--devices 2 --batch 4 --json --model {model}"
+    found = json.loads(call(capsys, f"{line} --machine {machine},memory=1e9")[1])
+    given = call(
+        capsys,
+        f"--devices 2 --batch 4 --json {SMALL} --machine flops=1e12,memory=1e9,bandwidth=1e9",
+    )
+    assert found == json.loads(given[1]) and found["memory_limit"] == 1e9
+    model.write_text('{"layers": 4.5}')
+    status, _, err = call(capsys, f"{line} --machine {machine}")
+    assert status == 2 and "model.json: layers='4.5': give a whole number of at least 1" in err
+
+
 def test_a_device_of_any_memory_is_no_infinite_number(capsys):
-    line = f"--devices 4 --batch 16 {SMALL} --machine A100-80GB --memory inf"
+    line = f"--devices 4 --batch 16 {SMALL} --machine A100-80GB,memory=inf"
     status, out, _ = call(capsys, line)
     assert status == 0 and "inf" not in out
 
@@ -696,6 +719,6 @@ def test_a_profile_of_times_alone_is_planned(capsys, tmp_path):
     """No choice needs a byte."""
     file = tmp_path / "p.json"
     file.write_text('{"layers": [{"name": "a", "forward": 1}, {"name": "b", "forward": 1}]}')
-    line = f"--profile {file} --memory 1e9 --bandwidth 1e9 --devices 2 --batch 2 --json"
+    line = f"--model {file} --machine memory=1e9,bandwidth=1e9 --devices 2 --batch 2 --json"
     status, out, _ = call(capsys, line)
     assert (status, json.loads(out)["best"]["memory"]) == (0, 0)

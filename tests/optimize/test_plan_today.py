@@ -144,10 +144,11 @@ def test_a_head_size_by_hand(capsys):
         replace(model, head_size=-1)
     with pytest.raises(ValueError, match="head_size=6: latent attention has widths of its own"):
         replace(model, latent=Latent(6, 4, 3, 1, 2))
-    sizes = "--layers 2 --hidden 8 --heads 3 --sequence 4 --vocabulary 9 --machine A100-80GB"
-    assert main(f"plan --devices 1 --batch 1 {sizes} --head-size 5 --json".split()) == 0
+    line = "plan --devices 1 --batch 1 --machine A100-80GB --json --model "
+    line += "layers=2,hidden=8,heads=3,sequence=4,vocabulary=9"
+    assert main(f"{line},head-size=5".split()) == 0
     capsys.readouterr()
-    assert main(f"plan --devices 1 --batch 1 {sizes}".split()) == 2
+    assert main(line.split()) == 2
     assert "give heads that divide hidden, or head_size" in capsys.readouterr().err
 
 
@@ -264,7 +265,7 @@ def test_slices_train_long_sequences_without_recomputation():
     assert best.best.choice.slices == 4 and " slices=4 " in str(best)
     # The command that starts it makes the same table: slices that take equally long.
     (job,) = (line for line in start_lines(best) if line.startswith("pipelab run"))
-    (lengths,) = re.findall(r"--slices ([\d,]+)", job)
+    (lengths,) = re.findall(r",slices=([\d,]+) ", job)
     shares = [int(x) / 1000 for x in lengths.split(",")]
     assert shares == pytest.approx(best.best.to_json()["lengths"], abs=1e-3)
     costs = problem.costs(best.best.choice)
@@ -645,51 +646,64 @@ def test_a_faster_machine_is_never_slower(problem, name, more):
         assert estimate(faster, choice).step <= estimate(problem, choice).step * (1 + 1e-9)
 
 
-def status_of(arguments):
-    """The exit status; of an option's own value the parser leaves with it."""
-    try:
-        return main(arguments)
-    except SystemExit as refused:
-        return refused.code
+SIZES = "--model layers=4,hidden=64,heads=4,sequence=32,vocabulary=100"
+BASE = f"--devices 4 --batch 16 {SIZES} --machine A100-80GB"
 
 
-SIZES = "--layers 4 --hidden 64 --heads 4 --sequence 32 --vocabulary 100 --machine A100-80GB"
+def changed(line):
+    """The words of BASE with other options, or other settings in them."""
+    given = BASE.split()
+    found = dict(zip(given[::2], given[1::2], strict=True))
+    words = line.split()
+    for option, value in zip(words[::2], words[1::2], strict=True):
+        name, setting, _ = value.partition("=")
+        kept = found.get(option, "").split(",") if setting else []
+        kept = [part for part in kept if part and part.partition("=")[0] != name]
+        found[option] = ",".join([*kept, value])
+    return [word for pair in found.items() for word in pair]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--layers 1000000000", "layers=1000000000: give at most 2,000"),
+        ("--model layers=1000000000", "layers=1000000000: give at most 2,000"),
         ("--devices 0", "'0': give a whole number of at least 1"),
-        ("--tensor 3", "tensor=3: give a number that divides the 4 devices and the 4 heads"),
-        ("--context 3", "context=3: give a number that divides the 4 devices and the 32 tokens"),
-        ("--expert 2", "expert=2: give a number that divides the 4 devices and the 1 experts"),
-        ("--key-heads 3", "key_heads=3: give a number that divides heads=4"),
-        ("--active 2", "active=2: give at most experts=1"),
         (
-            "--experts 4 --expert 4 --tensor 4",
+            "--training tensor=3",
+            "tensor=3: give a number that divides the 4 devices and the 4 heads",
+        ),
+        (
+            "--training context=3",
+            "context=3: give a number that divides the 4 devices and the 32 tokens",
+        ),
+        (
+            "--training expert=2",
+            "expert=2: give a number that divides the 4 devices and the 1 experts",
+        ),
+        ("--model key-heads=3", "key_heads=3: give a number that divides heads=4"),
+        ("--model active=2", "active=2: give at most experts=1"),
+        (
+            "--model experts=4 --training expert=4 --training tensor=4",
             "and is a multiple of expert=4; change one of these",
         ),
-        ("--share 74", "share=74.0 of A100-80GB: give at most 1"),
+        ("--machine share=74", "share=74.0 of A100-80GB: give at most 1"),
         ("--devices 1000000000000000000", "1,000,000,000,000,000,000 devices, or samples of a"),
         (
             "--batch 1000000000000000000",
             "devices, or samples of a batch: give at most 1,000,000,000",
         ),
-        ("--hbm nan", "hbm=nan of A100-80GB: give a number above 0"),
-        ("--narrow -1", "narrow=-1.0 of A100-80GB: give a number of at least 0"),
-        ("--latency inf", "latency=inf of A100-80GB: give a finite number"),
-        ("--optimizer nan", "optimizer=nan: give bytes per byte of weights, at least 0"),
-        ("--slow 0.5", "slow=0.5: give a number of at least 1"),
-        ("--jitter nan", "jitter=nan: give a number of at least 0"),
-        ("--between 100", "between=100.0: give more than the 360 s"),
+        ("--machine hbm=nan", "hbm=nan of A100-80GB: give a number above 0"),
+        ("--machine narrow=-1", "narrow=-1.0 of A100-80GB: give a number of at least 0"),
+        ("--machine latency=inf", "latency=inf of A100-80GB: give a finite number"),
+        ("--training optimizer=nan", "optimizer=nan: give bytes per byte of weights, at least 0"),
+        ("--faults slow=0.5", "slow=0.5: give a number of at least 1"),
+        ("--faults jitter=nan", "jitter=nan: give a number of at least 0"),
+        ("--faults between=100", "between=100.0: give more than the 360 s"),
         ("--batch 3 --devices 8", "batch=3 on 8 devices: no pipeline of at most 6"),
     ],
 )
 def test_nonsense_is_one_line(capsys, line, message):
-    given = f"--devices 4 --batch 16 {SIZES} {line}".split()
-    status = status_of(["plan", *given])
-    assert status == 2
+    assert main(["plan", *changed(line)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
 
@@ -698,8 +712,8 @@ def test_nonsense_is_one_line(capsys, line, message):
 
 
 def test_the_answer_names_layers_means_and_reasons(capsys):
-    line = f"plan --devices 4 --batch 16 {SIZES} --memory 2.2e6 --tensor 1,2"
-    assert main([*line.split(), "--jitter", "0.05", "--slow", "2", "--between", "1e4"]) == 0
+    line = f"plan {BASE},memory=2.2e6 --training tensor=1,2"
+    assert main([*line.split(), "--faults", "jitter=0.05,slow=2,between=1e4"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^  layers embedding \+ ", out, re.M) and "head" in out
     assert "on: ZeRO-1, messages beside compute, FlashAttention, sequence parallelism; off: " in out
@@ -735,9 +749,10 @@ def on_two_nodes(agent):
 def test_the_printed_lines_run(real, capsys, tmp_path, monkeypatch):
     """`pipelab run`, `torchrun` on two nodes and the hand-over, as printed; its agents' options are
     read by torch's own parser, and `real` starts them."""
-    machine = "--machine A100-80GB --node 1 --inside 1e9 --bandwidth 1e9 --memory 3.2e6"
-    sizes = "--layers 6 --hidden 64 --heads 4 --sequence 32 --vocabulary 100"
-    assert main(f"plan --devices 2 --batch 4 {sizes} {machine} --zero 0 --json".split()) == 0
+    machine = "--machine A100-80GB,node=1,inside=1e9,bandwidth=1e9,memory=3.2e6"
+    sizes = SIZES.replace("layers=4", "layers=6")
+    line = f"plan --devices 2 --batch 4 {sizes} {machine} --training zero=0 --json"
+    assert main(line.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["best"]["pipeline"] == 2
     split, run, torchrun, export, titan = found["start"]
