@@ -34,6 +34,9 @@ COMMANDS: dict[str, Command] = {
     )
 }
 
+# What a module that is missing comes with.
+EXTRAS = {"matplotlib": "plot", "torch": "torch", "transformers": "torch", "jax": "jax"}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
@@ -59,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status, message = 2, f"{command}: error: out of memory: make a size smaller ({error})"
     except (ValueError, OSError, ImportError) as error:
         first, _, drawing = (str(error).strip() or type(error).__name__).partition("\n")
+        if extra := EXTRAS.get(getattr(error, "name", None) or ""):
+            first += f": pip install 'pipelab[{extra}]'"
         hint = " (`pipelab validate FILE` draws the table)" if drawing else ""
         status, message = 2, f"{command}: error: {shortened(first)}{hint}"
     except RuntimeError as error:  # a run that failed: its stage's own traceback is the cause

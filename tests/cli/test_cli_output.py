@@ -80,6 +80,20 @@ def test_an_interrupt_while_the_command_is_loaded_leaves_no_traceback(start, tmp
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    ("module", "line", "extra"),
+    [("matplotlib", f"simulate {SMALL} --plot x.png", "plot"), ("torch", f"run {SMALL}", "torch")],
+)
+def test_what_a_missing_module_comes_with_is_said(module, line, extra, tmp_path):
+    """Was: `No module named 'torch'`, and no word of what to do."""
+    (tmp_path / f"{module}.py").write_text(
+        f"raise ModuleNotFoundError('No module named {module}', name='{module}')"
+    )
+    done = shell(f"PYTHONPATH=$PWD:$PYTHONPATH; $PIPELAB {line}", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert f"{module}: pip install 'pipelab[{extra}]'" in done.stderr
+
+
 def test_too_little_memory_is_one_line_and_status_2(tmp_path):
     line = "ulimit -v 500000; $PIPELAB validate gpipe --devices 2000 --microbatches 2000"
     done = shell(line, tmp_path, OPENBLAS_NUM_THREADS="1")
