@@ -19,7 +19,7 @@ class Options:
     default to the caller's context, such as `autocast` and `seed`.
 
     check, save  whether anything will be judged or kept, which shows early whether that is
-                 possible; `Session.run` is told of each segment whether and where
+                 possible; `Session.run` is told with each `Work` whether and where
     training     whether there are updates. If not, there is no optimizer, and all orders evaluate;
                  if so, some may, as in `Trainer.evaluate`
     endless      whether the training continues after the table's last batch

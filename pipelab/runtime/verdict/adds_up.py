@@ -45,7 +45,7 @@ class Batch:
     """
 
     def __init__(self, run: Trained, model: Model, rule: str) -> None:
-        self.run, self.model, self.table = run, model, run.segment.table
+        self.run, self.model, self.table = run, model, run.work.table
         self.reasons, self.unjudged = list[str](), list[str]()
         table, pieces = self.table, self.table.microbatches * run.options.replicas
         by_batch = (rule != TABLE and table.per_update == table.microbatches) or not table.training

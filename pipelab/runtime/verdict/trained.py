@@ -24,7 +24,7 @@ class Trained:
     roomy  whether the memory has room for a batch undivided
     """
 
-    segment: Work
+    work: Work
     data: Sequence[Any]
     result: Run
     steps: Sequence[Sequence[Sequence[Step]]]
@@ -35,12 +35,12 @@ class Trained:
 
     def pieces(self, reading: Reading, trees: Trees) -> list[list[Piece]]:
         """The micro-batches of each update, or of each batch of an evaluation, as the data go."""
-        segment, table, options = self.segment, self.segment.table, self.options
+        work, table, options = self.work, self.work.table, self.options
         m, per, replicas, n = (
             table.microbatches, table.per_sequence, options.replicas, table.model_stages
         )  # fmt: skip
         # [1] versions count from the beginning of the training, and a short batch has fewer pieces
-        done, before = segment.done.updates, segment.before_table.updates
+        done, before = work.done.updates, work.before_table.updates
         skipped = done - before if table.training else 0
         size = table.per_update if table.training else m
         reads = [
@@ -55,7 +55,7 @@ class Trained:
                 replica, place = divmod(i * per, m)
                 parts = slices_of(part, table.slices, trees) if table.slices else [part]
                 for k, (x, y) in enumerate(parts, b * m + place):
-                    number = (segment.batches[b] * replicas + replica) * segment.whole.microbatches
+                    number = (work.batches[b] * replicas + replica) * work.whole.microbatches
                     number += k - b * m  # in the training: a short batch takes as many as any
                     samples = samples_of((x, y), trees)
                     piece = Piece(

@@ -53,7 +53,7 @@ class Compared(NamedTuple):
 
 def verdict_of(run: Trained, model: Model) -> Check:
     """Judge a run."""
-    table, (rule, reading) = run.segment.table, reading_of(run.segment.whole)
+    table, (rule, reading) = run.work.table, reading_of(run.work.whole)
     updates = table.updates if table.training else 0
     if uneven := _uneven(run.steps, updates):
         return Check(False, How.BITS, rule, inf, uneven)
@@ -129,7 +129,7 @@ class _Pass:
         self, run: Trained, model: Model, reading: Reading, batch: Batch, how: How
     ) -> None:
         self.run, self.model, self.reading, self.batch, self.how = run, model, reading, batch, how
-        self.table = run.segment.table
+        self.table = run.work.table
         self.history = model.history()
         self.libraries = [model.library(), *[model.truth()] * (how is How.ROUNDING)]
         self.placed = [[Placed(one, of) for of in self.history] for one in self.libraries]
@@ -248,11 +248,11 @@ class _Pass:
             library.end_update()
 
     def _number(self, i: int) -> int:
-        return self.run.segment.done.updates + i
+        return self.run.work.done.updates + i
 
     def _read_after(self, i: int) -> list[set[int]]:
         """By stage, the versions that later updates read."""
-        begun = self.run.segment.before_table.updates
+        begun = self.run.work.before_table.updates
         later = [*chain.from_iterable(self.reading[self._number(i) - begun + 1 :])]
         return [{begun + of[s] for of in later} for s in range(len(self.history))]
 
