@@ -84,10 +84,9 @@ class JaxStage(CountingStage):
             return
         # What is jitted without shapes compiles at its first call: here, before the clock starts.
         zeros = self._function.compiled(groups, backwards=True).zeros()
-        mean = _divided(zeros, 1.0, self._leaves)
-        if self.options.clip is not None:
-            _square(mean)
-        jax.block_until_ready(self._step(self.weights[self.latest], self.state, self._tree(mean)))
+        mean = self._tree(_divided(zeros, 1.0, self._leaves))
+        stepped = self._step(self.weights[self.latest], self.state, mean)
+        jax.block_until_ready((_square(zeros), stepped))
 
     # ---- forward and update; the backwards are every stage's
 

@@ -271,15 +271,18 @@ def test_a_paced_run_shows_the_predicted_times():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options"),
+    ("schedule", "kind", "options"),
     [
-        (make("gpipe", 2, 4, batches=2), {"recompute": Recompute.EXCEPT_LAST, "clip": 1.0}),
-        (make("interleaved", 2, 4, batches=2, virtual=2), {"clip": 1.0}),
-        (split_gpipe(2, 4), {"seed": 3}),
+        (make("gpipe", 2, 4, batches=2), np.float32, {"recompute": Recompute.EXCEPT_LAST}),
+        # Gradients of bfloat16 are added up in float32.
+        (make("gpipe", 2, 4, batches=2), jnp.bfloat16, {"optimizer": optax.adam(1e-2)}),
+        (make("interleaved", 2, 4, batches=2, virtual=2), np.float32, {"clip": 1.0}),
+        (split_gpipe(2, 4), np.float32, {"seed": 3}),
     ],
-    ids=["recomputing", "interleaved", "split"],
+    ids=["recomputing", "bfloat16", "interleaved", "split"],
 )
-def test_everything_is_compiled_before_the_clock_starts(schedule, options, monkeypatch):
+def test_everything_is_compiled_before_the_clock_starts(schedule, kind, options, monkeypatch):
+    jax.clear_caches()  # of functions that other tests have used
     work = Worker.work
 
     def work_without_tracing(worker, order):
@@ -289,7 +292,8 @@ def test_everything_is_compiled_before_the_clock_starts(schedule, options, monke
     monkeypatch.setattr(Worker, "work", work_without_tracing)
     uneven = [np.ones((2, 10, 16), np.float32)] * schedule.batches  # in 3, 3, 2 and 2
     data = [(x, y) for x, y in uneven]
-    train(schedule, mlp(schedule.stages, 16), data, check=False, **options)
+    parts = [(f, jax.tree.map(lambda w: w.astype(kind), p)) for f, p in mlp(schedule.stages, 16)]
+    train(schedule, parts, data, check=False, **options)
 
 
 @pytest.mark.parametrize("by", ["name", "device"])
