@@ -1,12 +1,20 @@
-"""A device that runs JAX stages: its clock, how payloads reach it, and each row's device."""
+"""A mesh that runs JAX stages: its clock, where arrays lie on it, and each row's mesh."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src.lib import xla_client  # no public way to it
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipelab.jax.host import is_key_type
 from pipelab.runtime.stage import Device, Ledger
+
+AXES = ("data", "model")
 
 # What decides on numbers and can be set for a block of code, as in `with jax.enable_x64(True)`.
 SETTINGS = (
@@ -21,10 +29,14 @@ SETTINGS = (
 
 
 class JaxDevice(Device):
-    """One JAX device; stages wait for their results."""
+    """A mesh of JAX devices, often of a single one; stages wait for their results.
 
-    def __init__(self, device: jax.Device) -> None:
-        super().__init__(device, Ledger())
+    place  the sharding on the mesh of what stages send, or of data
+    """
+
+    def __init__(self, mesh: Mesh, place: Callable[[Any], NamedSharding] | None = None) -> None:
+        super().__init__(mesh.devices.flat[0], Ledger())
+        self.mesh, self.place = mesh, place or partial(by_samples, mesh)
         # The caller's, which a thread does not inherit.
         self._settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
 
@@ -38,11 +50,18 @@ class JaxDevice(Device):
 
     @property
     def kernels(self) -> tuple[int, str]:
-        return 1, self.device.device_kind
+        return self.mesh.size, self.device.device_kind
+
+    def placed(self, data: Any) -> Any:
+        return jax.tree.map(lambda x: moved(x, self.place(x)), data)
+
+    def kept(self, tree: Any) -> Any:
+        """Weights, or an optimizer's state, on this mesh."""
+        return jax.tree.map(lambda w: jax.device_put(w, weight_on(self.mesh, w)), tree)
 
     def take(self, parcel: Any) -> Any:
         def move(leaf: Any) -> Any:
-            return jax.device_put(leaf, self.device) if isinstance(leaf, jax.Array) else leaf
+            return self.placed(leaf) if isinstance(leaf, jax.Array) else leaf
 
         # Else the transfer would be part of the next action's time.
         return self.wait(jax.tree.map(move, parcel))
@@ -55,26 +74,113 @@ class JaxDevice(Device):
         return (leaf for leaf in jax.tree.leaves(payload) if isinstance(leaf, jax.Array))
 
 
-def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device]:
-    """A device per row, by platform and number among all processes' devices, such as "cpu:1".
+def by_samples(mesh: Mesh, x: Any) -> NamedSharding:
+    """The sharding of an array, or of a shape, whose first dimension is that of the samples."""
+    shape = np.shape(x)
+    return NamedSharding(mesh, over_samples(shape, 0 if shape else None, mesh))
 
-    One name, such as "cpu", means all devices that match; default: all. If there are not as many as
-    rows, they are taken in turn: rows in blocks over the processes, then over each one's devices in
-    turn. ValueError for an unknown one, or if a process would have nothing to do.
+
+def over_samples(shape: Sequence[int], axis: int | None, mesh: Mesh) -> PartitionSpec:
+    """Over "data" along the samples' dimension, if it has one that divides; else whole."""
+    # What does not divide is on every device as a whole: slower, and as right.
+    if axis is None or shape[axis] % mesh.shape.get("data", 1):
+        return PartitionSpec()
+    return PartitionSpec(*[None] * axis, "data")
+
+
+def weight_on(mesh: Mesh, w: Any, name: str = "") -> NamedSharding:
+    """The sharding of a weight, or of a state, on a mesh: over the axes that divide it already.
+
+    ValueError, which names it, if they do not fit.
+    """
+    found, spec = getattr(w, "sharding", None), PartitionSpec()
+    if isinstance(found, NamedSharding) and mesh.size > 1:
+        spec = found.spec
+    return sharding_on(mesh, spec, np.shape(w), name)
+
+
+def sharding_on(
+    mesh: Mesh, spec: Any, shape: tuple[int, ...], name: str, refusal: type[ValueError] = ValueError
+) -> NamedSharding:
+    """The sharding of an array by this spec; `refusal`, which names it, if it does not fit."""
+    try:
+        sharding = NamedSharding(mesh, spec)
+        # The first looks at the dimensions, the second whether they divide.
+        sharding.check_compatible_aval(shape)
+        sharding.shard_shape(shape)
+    except (TypeError, ValueError) as error:
+        raise refusal(
+            f"{name} of shape {shape} cannot be sharded as {spec} over {dict(mesh.shape)}"
+        ) from error
+    return sharding
+
+
+def moved(x: Any, home: NamedSharding) -> Any:
+    """The array at home: itself, if it is already there."""
+    old = getattr(x, "sharding", None)
+    if old == home:
+        return x
+    if old and old.num_devices == home.num_devices == 1 and not is_key_type(x.dtype):
+        # The end of jax.device_put, which takes several times as long to get there.
+        where = [home._internal_device_list], [home], [xla_client.ArrayCopySemantics.REUSE_INPUT]
+        return xla_client.batched_copy_array_to_devices_with_sharding([x], *where)[0]
+    return jax.device_put(x, home)
+
+
+def bytes_on_mesh(x: jax.ShapeDtypeStruct | jax.Array) -> int:
+    """Bytes on all devices of the array's mesh together; replicated arrays count on each."""
+    shape = x.sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize * x.sharding.num_devices
+
+
+def jax_meshes(names: str | Sequence[Any] | None, rows: int) -> list[Mesh]:
+    """A mesh per row: those given, or of one device each.
+
+    Devices come by platform and number among all processes' devices, such as "cpu:1". One name,
+    such as "cpu", means all devices that match; default: all. If there are not as many as rows,
+    they are taken in turn: rows in blocks over the processes, then over each one's devices in turn.
+    ValueError for an unknown one, for meshes that overlap or are not one per row, or if a process
+    would have nothing to do.
     """
     if names is None or isinstance(names, str):
         pool = _named(names)
+    elif any(isinstance(name, Mesh) for name in names):
+        pool = _checked(names, rows)
     else:
         fitting = [[name] if isinstance(name, jax.Device) else _named(name) for name in names]
         pool = [devices[i % len(devices)] for i, devices in enumerate(fitting)]
     found = pool if len(pool) == rows else _in_turn(pool, rows)
+    meshes = [each if isinstance(each, Mesh) else Mesh([[each]], AXES) for each in found]
     processes = jax.process_count()
-    if idle := set(range(processes)) - {device.process_index for device in found}:
+    if idle := set(range(processes)) - {mesh.devices.flat[0].process_index for mesh in meshes}:
         raise ValueError(
             f"{processes} processes were started, but process {min(idle)} has none of the {rows} "
             "rows: start fewer"
         )
-    return found
+    return meshes
+
+
+def _checked(meshes: Sequence[Any], rows: int) -> list[Mesh]:
+    if len(meshes) != rows or not all(isinstance(mesh, Mesh) for mesh in meshes):
+        raise ValueError(f"devices={meshes!r}: give a mesh for each of the {rows} rows")
+    if overlap(meshes):
+        raise ValueError(f"devices={meshes!r}: a device is in two of them; meshes must not overlap")
+    for row, mesh in enumerate(meshes):
+        processes = sorted({device.process_index for device in mesh.devices.flat})
+        if len(processes) > 1:
+            raise ValueError(
+                f"mesh {row} has devices of processes {processes}: give every mesh devices of one "
+                "process"
+            )
+    # Axes that the user names: with explicit ones, every stage would have to say where its results
+    # lie.
+    return [Mesh(mesh.devices, mesh.axis_names) for mesh in meshes]
+
+
+def overlap(meshes: Sequence[Mesh]) -> bool:
+    """Whether a device is in two of them: it runs one stage at a time, and would hold up both."""
+    every = [device for mesh in meshes for device in mesh.devices.flat]
+    return len({*every}) < len(every)
 
 
 def _in_turn(pool: Sequence[jax.Device], rows: int) -> list[jax.Device]:

@@ -3,7 +3,6 @@
 A stage of the jax wing is one on a single device; pipeshard's is one on a mesh of devices.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from pipelab.jax.device import JaxDevice
+from pipelab.jax.device import JaxDevice, bytes_on_mesh
 from pipelab.jax.jaxpr import Arrays, Graph, inline, needed, read_by, spec_of, variables
 from pipelab.jax.split import split_backward
 from pipelab.table.action import Kind
@@ -55,6 +54,11 @@ class Passes(NamedTuple):
     backward: Callable[..., tuple[Arrays, Arrays]]
     kept: list[int]
     results: tuple[Any, Any]
+
+    @property
+    def sent(self) -> int:
+        """How many outputs and other results the forward has."""
+        return sum(tree.num_leaves for tree in self.results)
 
     @property
     def operands(self) -> list[Any]:
@@ -238,8 +242,7 @@ class Compiled:
         """The outputs and the other results, as trees, of what the forward returned."""
         outputs, others = self.passes.results
         count = outputs.num_leaves
-        end = count + others.num_leaves
-        return outputs.unflatten(made[:count]), others.unflatten(made[count:end])
+        return outputs.unflatten(made[:count]), others.unflatten(made[count : self.passes.sent])
 
 
 def compile_passes(
@@ -268,12 +271,6 @@ def sum_spec(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _added(sums: Arrays, gradients: Arrays) -> Arrays:
     return [total + g.astype(total.dtype) for total, g in zip(sums, gradients, strict=False)]
-
-
-def bytes_on_mesh(x: jax.ShapeDtypeStruct | jax.Array) -> int:
-    """Bytes on all devices of the array's mesh together; replicated arrays count on each."""
-    shape = x.sharding.shard_shape(x.shape)
-    return math.prod(shape) * x.dtype.itemsize * x.sharding.num_devices
 
 
 class Kept(NamedTuple):

@@ -331,7 +331,9 @@ class JaxSteps:
         self.library, optimizer = model.library(), model.options.optimizer
         self.states: Any = [state.optimizer for state in model.start]
         if not model.start:
-            self.states = [optimizer.init(parameters) for _, parameters in model.parts]
+            # From the host: those of a mesh would draw the replay there.
+            parameters = jax.device_get([parameters for _, parameters in model.parts])
+            self.states = list(map(optimizer.init, parameters))
         self._step = stepped(optimizer)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:

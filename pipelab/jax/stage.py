@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Var
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding
 
 from pipelab.jax.arguments import Apply, Part
-from pipelab.jax.device import JaxDevice
+from pipelab.jax.device import JaxDevice, bytes_on_mesh
 from pipelab.jax.host import named, names, of_program
 from pipelab.jax.jaxpr import Arrays, spec_of
 from pipelab.jax.passes import EXACT, Backwards, Compiled, Groups, differentiate, passes
@@ -56,16 +56,16 @@ class JaxStage(CountingStage):
         last: bool,
     ) -> None:
         super().__init__(device, options, first=first, last=last)
-        self.weights = {0: jax.device_put(parameters, device.device)}
+        self.weights = {0: device.kept(parameters)}
         self.state: Any = ()  # of the optimizer
         if options.optimizer:
-            self.state = jax.device_put(options.optimizer.init(parameters), device.device)
+            self.state = device.kept(options.optimizer.init(self.weights[0]))
         # Objects of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
         loss = options.loss if last else None
         self._apply = jax.jit(apply)
-        self._function = Function(apply, loss, frozenset(kinds), device.device)
-        self._step = step_of(options.optimizer)
+        self._function = Function(apply, loss, frozenset(kinds), device.place)
+        self._step = step_of(options.optimizer, (self.weights[0], self.state))
         self._backwards = Backwards(device, id(self))
         self._inputs: dict[int, Any] = {}  # of micro-batches whose forward runs again
 
@@ -91,7 +91,7 @@ class JaxStage(CountingStage):
     # ---- forward and update; the backwards are every stage's
 
     def placed(self, data: Any) -> Any:
-        return jax.device_put(data, self.device.device)
+        return self.device.placed(data)
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
@@ -101,7 +101,8 @@ class JaxStage(CountingStage):
             self._inputs[microbatch] = x
             # Data of the first stage are there anyway.
             arrays = [] if self.first else jax.tree.leaves(x)
-            self.device.ledger.hold(self.key(microbatch), {id(a): a.nbytes for a in arrays})
+            sizes = {id(a): bytes_on_mesh(a) for a in arrays}
+            self.device.ledger.hold(self.key(microbatch), sizes)
         y, count = self._compute(microbatch, x, keep=not given.recompute)
         if not self.last:
             return y
@@ -137,7 +138,9 @@ class JaxStage(CountingStage):
         return float(_square(self._total()))
 
     def held(self) -> Bytes:
-        size = self.device.size
+        def size(tree: Any) -> int:
+            return sum(map(bytes_on_mesh, jax.tree.leaves(tree)))
+
         others = [weights for v, weights in self.weights.items() if v != self.latest]
         latest = self.weights[self.latest]
         return Bytes(size(latest), size(others), size(self._backwards.sums), size(self.state))
@@ -192,7 +195,7 @@ class JaxStage(CountingStage):
         mean, count = self.losses[microbatch]
         # As the loss's type has it: what gradients were multiplied by is what they are divided by.
         of_mean = np.full(mean.shape, count / self.unit, mean.dtype)
-        return None, [jax.device_put(of_mean, self.device.device)], float(of_mean)
+        return None, [self.device.placed(of_mean)], float(of_mean)
 
     def _pull(
         self, microbatch: int, kept: None, gradient: Arrays, count: float, kind: Kind
@@ -233,14 +236,18 @@ class Function:
     """A stage as a function of its arguments on a device, compiled once for each shape of its data.
 
     kinds  of the actions that it is compiled for
+    place  of data and results: their sharding
     """
 
     def __init__(
-        self, apply: Apply, loss: Callable | None, kinds: Collection[Kind], device: jax.Device
+        self,
+        apply: Apply,
+        loss: Callable | None,
+        kinds: Collection[Kind],
+        place: Callable[[Any], NamedSharding],
     ) -> None:
-        self.run, self.kinds = partial(_run, apply, loss), kinds
+        self.run, self.kinds, self.place = partial(_run, apply, loss), kinds, place
         self.check_count = partial(_check_count, apply, loss)
-        self.spec = partial(spec_of, sharding=SingleDeviceSharding(device))
         self._known: dict[Any, Any] = {}
 
     def compiled(self, groups: Groups, backwards: bool) -> Any:
@@ -248,20 +255,23 @@ class Function:
 
         The latter makes nothing that only a backward needs.
         """
-        of_data = jax.tree.map(self.spec, groups[2:])  # parameters have the same shapes each time
+        of_data = jax.tree.map(spec_of, groups[2:])  # parameters have the same shapes each time
         key = backwards, *jax.tree.leaves(of_data), jax.tree.structure(of_data)
         if key not in self._known:
-            shapes = jax.tree.map(self.spec, groups)
             # A Python number's type, which gives way to others, is an array's after one update.
-            strong = jax.tree.map(lambda x: x.update(weak_type=False), shapes.parameters)
-            shapes = shapes._replace(parameters=strong)
+            shapes = Groups(
+                jax.tree.map(lambda w: spec_of(w, w.sharding).update(weak_type=False), groups[0]),
+                *jax.tree.map(lambda x: spec_of(x, self.place(x)), groups[1:]),
+            )
             if backwards:
                 self.check_count(shapes)
-                self._known[key] = Compiled(
-                    passes(self.run, shapes), shapes, self.kinds, options=EXACT
-                )
+                traced = passes(self.run, shapes)
+                sent = [self.place(v.aval) for v in traced.forward.outputs[: traced.sent]]
+                self._known[key] = Compiled(traced, shapes, self.kinds, sent, EXACT)
             else:
-                self._known[key] = jax.jit(self.run).lower(*shapes).compile(EXACT)
+                sent = jax.tree.map(self.place, jax.eval_shape(self.run, *shapes))
+                jitted = jax.jit(self.run, out_shardings=sent)
+                self._known[key] = jitted.lower(*shapes).compile(EXACT)
         return self._known[key]
 
 
@@ -320,11 +330,15 @@ def digest_of_optimizer(optimizer: optax.GradientTransformation, parameters: Seq
     return of_program(lambda stages: list(map(step, stages)), parameters)
 
 
-def step_of(optimizer: optax.GradientTransformation) -> Callable:
-    """The optimizer's jitted step: (weights, state, gradient) -> (weights, state)."""
+def step_of(optimizer: optax.GradientTransformation, kept: tuple[Any, Any]) -> Callable:
+    """The optimizer's jitted step: (weights, state, gradient) -> (weights, state).
+
+    kept  weights and state, whose shardings stay
+    """
 
     # Nothing is donated: the version that it starts from may still have readers.
-    return jax.jit(partial(_step, optimizer), compiler_options=EXACT)
+    where = jax.tree.map(lambda x: x.sharding, kept)
+    return jax.jit(partial(_step, optimizer), out_shardings=where, compiler_options=EXACT)
 
 
 def _step(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from pipelab.jax.arguments import TREES, Part, as_function, check_optimizer, check_trained
-from pipelab.jax.device import JaxDevice, jax_devices
+from pipelab.jax.device import JaxDevice, jax_meshes, weight_on
 from pipelab.jax.distributed import Distributed
 from pipelab.jax.host import digest, of_trees
 from pipelab.jax.jaxpr import is_mutable
@@ -85,10 +85,14 @@ class JaxWing(Wing):
         self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]
         if options.training:
             check_trained(self.parts)
-        self.devices = jax_devices(options.devices, schedule.devices)
+        self.devices = jax_meshes(options.devices, schedule.devices)
+        for s, (_, parameters) in enumerate(self.parts):
+            for path, w in jax.tree.leaves_with_path(parameters):
+                name = f"stage {s}, parameters{jax.tree_util.keystr(path)}"
+                weight_on(self.devices[schedule.placement[s]], w, name)
         self.launcher = Threads()
         if jax.process_count() > 1:
-            self.launcher = Distributed(self.devices, options.timeout, schedule.to_csv())
+            self.launcher = Distributed(self._firsts, options.timeout, schedule.to_csv())
 
     def check_optimizer(self) -> None:
         check_optimizer(self.options.optimizer, self.parts)
@@ -102,7 +106,8 @@ class JaxWing(Wing):
         # Processes may differ in their patience, and in how they name the same devices.
         options = self.options
         own = dict.fromkeys(("timeout", "devices", "loss", "optimizer"))
-        asked = digest({**vars(options), **own}, [device.id for device in self.devices])
+        meshes = [(mesh.shape, [d.id for d in mesh.devices.flat]) for mesh in self.devices]
+        asked = digest({**vars(options), **own}, meshes)
         digests: dict[str, str | None] = {"what `run` was asked for": asked}
         last = len(self.parts) - 1
         # What cannot be traced has no shapes, or fails; the run says where.
@@ -126,12 +131,17 @@ class JaxWing(Wing):
         return JaxJob(parts=parts, shapes=self.shapes, draws=self.seeded, **fields)
 
     @property
+    def _firsts(self) -> list[jax.Device]:
+        """The first device of each row's mesh."""
+        return [mesh.devices.flat[0] for mesh in self.devices]
+
+    @property
     def _judges_on(self) -> jax.Device:
-        return next(d for d in self.devices if d.process_index == jax.process_index())
+        return next(d for d in self._firsts if d.process_index == jax.process_index())
 
     def model(self, first: int, start: Sequence[Any], kernels: Mapping[int, Any]) -> JaxModel:
         device = self._judges_on
-        alike = {kind for _, kind in kernels.values()} == {device.device_kind}
+        alike = {*kernels.values()} == {(1, device.device_kind)}
         return JaxModel(self.parts, self.options, device, start=start, first=first, alike=alike)
 
     def size(self) -> tuple[int, int]:

@@ -4,10 +4,8 @@ import math
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib import xla_client  # no public way to it
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -77,18 +75,6 @@ def shown(value: Any) -> str:
     """The value in an error, on one line of 60 characters at most."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def moved(x: Any, home: NamedSharding) -> Any:
-    """The array at home: itself, if it is already there."""
-    old = getattr(x, "sharding", None)
-    if old == home:
-        return x
-    if old and old.num_devices == home.num_devices == 1 and not is_key_type(x.dtype):
-        # The end of jax.device_put, which takes several times as long to get there.
-        where = [home._internal_device_list], [home], [xla_client.ArrayCopySemantics.REUSE_INPUT]
-        return xla_client.batched_copy_array_to_devices_with_sharding([x], *where)[0]
-    return jax.device_put(x, home)
 
 
 def axes_in(spec: PartitionSpec) -> list[str]:

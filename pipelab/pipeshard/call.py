@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from pipelab.jax.device import moved
 from pipelab.jax.jaxpr import Arrays, Atom, Values
-from pipelab.pipeshard.arrays import PipeshardError, dtype_of, is_weak, moved, shape_of
+from pipelab.pipeshard.arrays import PipeshardError, dtype_of, is_weak, shape_of
 from pipelab.pipeshard.batch.microbatches import share_of
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.program import Program

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
+from pipelab.jax.device import bytes_on_mesh, moved
 from pipelab.jax.jaxpr import Arrays, Graph, spec_of
 from pipelab.jax.passes import (
     DONE,
@@ -14,12 +15,11 @@ from pipelab.jax.passes import (
     Groups,
     Passes,
     Specs,
-    bytes_on_mesh,
     compile_passes,
     passes,
     sum_spec,
 )
-from pipelab.pipeshard.arrays import PipeshardError, moved
+from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.unreduced import Shard, Unreduced
 from pipelab.pipeshard.update import UpdateTask

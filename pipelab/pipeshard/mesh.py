@@ -9,10 +9,9 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import Mesh
 
-from pipelab.jax.device import JaxDevice
+from pipelab.jax.device import JaxDevice, moved
 from pipelab.jax.jaxpr import Arrays, Values
 from pipelab.jax.passes import Backwards
-from pipelab.pipeshard.arrays import moved
 from pipelab.pipeshard.batch.microbatches import add_arrays
 from pipelab.pipeshard.compiled import CompiledStage, Place
 from pipelab.runtime.orders import Bytes, Order
@@ -36,9 +35,8 @@ class MeshDevice(JaxDevice):
     """
 
     def __init__(self, mesh: Mesh, place: Place, numbers: dict[Var, int]) -> None:
-        super().__init__(mesh.devices.flat[0])
-        self.mesh, self.place, self._numbers = mesh, place, numbers
-        self._variables = [*numbers]
+        super().__init__(mesh, place)
+        self._numbers, self._variables = numbers, [*numbers]
         self.uses: set[Var] = set()
 
     def give(self, payload: Payload) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
+from pipelab.jax.device import AXES, overlap
 from pipelab.jax.jaxpr import Graph, Variables, variables
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
@@ -22,7 +23,6 @@ from pipelab.table.schedule import Schedule
 from pipelab.table.transform import forward_only
 from pipelab.table.validate import validate
 
-AXES = ("data", "model")
 Shape = tuple[int, ...]
 Sharding = Callable[[str, Shape], PartitionSpec]
 # A loss without boundaries, its parameters, its batch -> numbers of the equations before which a
@@ -338,9 +338,7 @@ class Pipeshard(Keywords):
             if devices.ndim == 1:  # parallel over data alone
                 devices = devices.reshape(-1, 1)
             meshes.append(Mesh(devices, AXES))
-        # A device runs one stage at a time: in two meshes it would hold up both.
-        every = [device for mesh in meshes for device in mesh.devices.flat]
-        if len(set(every)) != len(every):
+        if overlap(meshes):
             raise PipeshardError(
                 f"meshes={wanted!r}: a device is in two of them; meshes must not overlap"
             )
@@ -475,14 +473,6 @@ def owner_of(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | 
     same = (p for p, other in parameters.items() if other == shape)
     best = max(same, key=alike, default=None)
     return best if best is not None and (alike(best) or best == path) else None
-
-
-def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:
-    """Over "data" along the samples' dimension, if it has one that divides; else whole."""
-    # What does not divide is on every device as a whole: slower, and as right.
-    if axis is None or shape_of(v)[axis] % mesh.shape["data"]:
-        return PartitionSpec()
-    return PartitionSpec(*[None] * axis, "data")
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:

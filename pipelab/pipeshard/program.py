@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipelab.jax.device import over_samples, sharding_on
 from pipelab.jax.host import digest, of_program, of_trees
 from pipelab.jax.jaxpr import Graph, spec_of, variables
 from pipelab.pipeshard.arrays import PipeshardError, bytes_of, on_mesh, shape_of
@@ -30,7 +31,6 @@ from pipelab.pipeshard.method import (
     Shape,
     StagePlan,
     StageProblem,
-    over_samples,
 )
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_piece
 from pipelab.pipeshard.unreduced import Shard, shard_of
@@ -407,20 +407,11 @@ def _sharding(divided: Divided, like: Mapping[Var, Var], row: int, v: Var) -> Na
     """
     mesh, argument = divided.meshes[row], like.get(v)
     if argument is None:
-        spec = over_samples(v, divided.axes.get(v), mesh)
+        spec = over_samples(shape_of(v), divided.axes.get(v), mesh)
     else:
         spec = divided.shardings[row](divided.paths[argument], shape_of(argument))
-    try:
-        sharding = NamedSharding(mesh, spec)
-        # The first looks at the dimensions, the second whether they divide.
-        sharding.check_compatible_aval(shape_of(v))
-        sharding.shard_shape(shape_of(v))
-    except (TypeError, ValueError) as error:
-        name = divided.paths.get(argument or v, "an array")
-        raise PipeshardError(
-            f"{name} of shape {shape_of(v)} cannot be sharded as {spec} over {dict(mesh.shape)}"
-        ) from error
-    return sharding
+    name = divided.paths.get(argument or v, "an array")
+    return sharding_on(mesh, spec, shape_of(v), name, PipeshardError)
 
 
 # ---- compiled

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, Mesh
 
+from pipelab.jax.device import AXES
 from pipelab.jax.jaxpr import (
     Arrays,
     Equations,
@@ -30,7 +31,6 @@ from pipelab.jax.jaxpr import (
 )
 from pipelab.pipeshard.arrays import PipeshardError, is_array, is_inexact, on_mesh, shown
 from pipelab.pipeshard.marker import grad_p
-from pipelab.pipeshard.method import AXES
 
 # Where a step is traced: its sharding constraints may name the axes of a stage's mesh.
 ONE_DEVICE = AbstractMesh((1, 1), AXES)

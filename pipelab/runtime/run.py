@@ -77,7 +77,9 @@ def run(
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its
                own CUDA stream); one name for all; "cuda:0/4" is four parts of that GPU, in turn
                (see `pipelab.parts`); default: the GPUs in turn if there are any, else the CPU. For
-               jax: such as ["cpu:0", "cpu:1"], or jax.devices(), taken in turn
+               jax: such as ["cpu:0", "cpu:1"], or jax.devices(), taken in turn; or a
+               jax.sharding.Mesh for each row. Its axis "data" divides the samples, and its other
+               axes divide the weights that have a NamedSharding over axes of these names
     replicas   this many pipelines train together, each on its share of every batch; needs a
                schedule with a flush
     recompute  when a backward first runs its forward again: never, except_last or always; or for

@@ -13,7 +13,7 @@ import pytest
 from flax import linen, nnx
 
 from pipelab import RunError, evaluate, make, run
-from pipelab.jax.device import jax_devices
+from pipelab.jax.device import jax_meshes
 from pipelab.jax.stage import JaxStage
 from tests.conftest import Wrapping
 
@@ -221,8 +221,8 @@ def test_an_optimizer_that_looks_at_each_tensor_alone_trains(optimizer):
     ],
 )
 def test_devices_themselves_are_taken_in_turn(devices, of_rows):
-    found = jax_devices(devices(jax.devices()), 2)
-    assert [device.id for device in found] == of_rows
+    meshes = jax_meshes(devices(jax.devices()), 2)
+    assert [device.id for mesh in meshes for device in mesh.devices.flat] == of_rows
 
 
 def test_a_run_takes_all_devices():

@@ -23,9 +23,10 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipelab.jax.device import AXES, bytes_on_mesh, over_samples
 from pipelab.jax.host import digest
 from pipelab.jax.jaxpr import Arrays, Variables, contains, spec_of, variables
-from pipelab.jax.passes import Groups, Passes, bytes_on_mesh, differentiate, passes, sum_spec
+from pipelab.jax.passes import Groups, Passes, differentiate, passes, sum_spec
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import CONSTRAINT, PipeshardError, on_mesh, shape_of
 from pipelab.pipeshard.auto.cost_model import Cost
@@ -34,7 +35,7 @@ from pipelab.pipeshard.auto.sharded import built, in_turn, ones
 from pipelab.pipeshard.auto.sharding import Choices, over_model, search_sharding, unsharded
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, cut
-from pipelab.pipeshard.method import AXES, Shape, StageProblem, over_samples
+from pipelab.pipeshard.method import Shape, StageProblem
 from pipelab.table.action import Kind
 
 Cache = MutableMapping[str, Any]
@@ -124,7 +125,7 @@ class Placed:
     def place(self, v: Var) -> NamedSharding:
         """The sharding of a variable, as the program will have it."""
         axis = self.candidate.problem.axes.get(v)
-        spec = self.specs[v] if v in self.specs else over_samples(v, axis, self.mesh)
+        spec = self.specs[v] if v in self.specs else over_samples(shape_of(v), axis, self.mesh)
         return NamedSharding(self.mesh, spec)
 
     def compile(self, runs: bool) -> CompiledStage:
