@@ -46,7 +46,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/faults.py
-	$(BIN)/python benchmarks/certificate.py
+	$(BIN)/python benchmarks/seen.py
 	$(BIN)/python benchmarks/checked.py
 	$(BIN)/python benchmarks/predict.py
 	$(BIN)/python benchmarks/search.py

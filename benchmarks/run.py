@@ -28,7 +28,7 @@ def report(repeats: int = 3, devices: Sequence[int] = (2, 4)) -> str:
                 "Every rank computes with one thread (torch.set_num_threads(1)), and there are "
                 f"{cores()} cores: more ranks than cores share them, which shows what "
                 "contention does, not what a pipeline gains. Messages between processes go "
-                "by pipes. Nothing is checked against the reference while it is "
+                "by pipes. Nothing is checked while it is "
                 "timed, unless said otherwise."
             ),
             *_launch(repeats, devices),

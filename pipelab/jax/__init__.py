@@ -1,1 +1,1 @@
-"""Training JAX functions: `stage` and `device` for the worker, `arithmetic` for the reference."""
+"""Training JAX functions: `stage` and `device` for the worker, `replay` for the check."""

@@ -136,11 +136,11 @@ class JaxWing(Wing):
         return [mesh.devices.flat[0] for mesh in self.devices]
 
     @property
-    def _judges_on(self) -> jax.Device:
+    def _checks_on(self) -> jax.Device:
         return next(d for d in self._firsts if d.process_index == jax.process_index())
 
     def model(self, first: int, start: Sequence[Any], kernels: Mapping[int, Any]) -> JaxModel:
-        device = self._judges_on
+        device = self._checks_on
         alike = {*kernels.values()} == {(1, device.device_kind)}
         return JaxModel(self.parts, self.options, device, start=start, first=first, alike=alike)
 
@@ -150,7 +150,7 @@ class JaxWing(Wing):
 
     def free(self) -> float:
         # Accelerators say how much of them this process may take.
-        told = self._judges_on.memory_stats()
+        told = self._checks_on.memory_stats()
         return told["bytes_limit"] - told["bytes_in_use"] if told else super().free()
 
 

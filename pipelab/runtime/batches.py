@@ -186,7 +186,7 @@ class Data(Sequence):
     """The batches of a sequence with these numbers, each read on first use.
 
     They are kept, as copies: a data set may draw anew at each access, or read the next batch into
-    the same memory, but the run and its reference need the same data.
+    the same memory, but the run and its replay need the same data.
     """
 
     def __init__(self, batches: Any, numbers: range, trees: Trees) -> None:

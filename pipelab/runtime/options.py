@@ -18,7 +18,7 @@ class Options:
     ValueError, with the remedy, for an invalid value. A library's `Wing` replaces those that
     default to the caller's context, such as `autocast` and `seed`.
 
-    check, save  whether anything will be judged or kept, which shows early whether that is
+    check, save  whether anything will be checked or kept, which shows early whether that is
                  possible; `Session.run` is told with each `Work` whether and where
     training     whether there are updates. If not, there is no optimizer, and all orders evaluate;
                  if so, some may, as in `Trainer.evaluate`

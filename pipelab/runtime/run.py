@@ -90,7 +90,7 @@ def run(
                optax.clip_by_global_norm by clip / norm
     autocast   torch.bfloat16 for mixed precision; default: as in the caller's torch.autocast
     seed       of the random numbers that forwards draw: each stage and micro-batch has its own, so
-               recomputation and the reference draw the same. Default: torch's; a stage's first
+               recomputation and the replay draw the same. Default: torch's; a stage's first
                forward then shows whether it draws (give a seed if it only draws later). They come
                from torch's default generator, which is restored afterwards: the caller's other
                threads must not draw from it meanwhile (give them a torch.Generator)
@@ -117,7 +117,7 @@ def run(
     `Trainer` does the same batch by batch, without an end.
 
     Layers that normalize over a batch (BatchNorm) see micro-batches: that trains a different model
-    from whole batches, and the reference follows it on its own. Copies of a stage (`dualpipe`,
+    from whole batches, and the replay follows it on its own. Copies of a stage (`dualpipe`,
     `chimera`) and replicas have their own buffers until an update; then they take those of the
     first replica's first copy, as in torch's DistributedDataParallel (broadcast_buffers).
 

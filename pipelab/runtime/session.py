@@ -1,6 +1,6 @@
 """One training or evaluation: ranks that stay, and their orders, for any library.
 
-The library comes as a `Wing`. `Session.run` executes and judges a part of a table; a `Trainer`
+The library comes as a `Wing`. `Session.run` executes and checks a part of a table; a `Trainer`
 gives orders one by one.
 """
 
@@ -75,6 +75,10 @@ class Wing(ABC):
     @classmethod
     def context(cls) -> AbstractContextManager:
         """The context of all work, independent of the caller's."""
+        return nullcontext()
+
+    def repeatable(self) -> AbstractContextManager:
+        """The context of a checked run, and of its replay: kernels that repeat themselves."""
         return nullcontext()
 
     @abstractmethod
@@ -218,14 +222,14 @@ class Session(AbstractContextManager):
     def run(
         self, work: Work, batches: Any, *, check: Any, save: Path | None = None, **fields: Any
     ) -> Run:
-        """Do the work, and judge it.
+        """Do the work, and check it.
 
         batches  by their numbers in the training; only those needed here are read
         save     where to keep a checkpoint afterwards
         fields   more of every `Order`
         """
-        with self.wing.context():
-            # [1] what it starts from, for the reference
+        with self.wing.context(), self.wing.repeatable() if check else nullcontext():
+            # [1] what it starts from, for the replay
             wing, table = self.wing, work.table
             if check and table.training and self.launcher.first:
                 needed, free = wing.needed(table.updates), wing.free()
@@ -265,7 +269,7 @@ class Session(AbstractContextManager):
                     error.run = result  # type: ignore[attr-defined]
                     error.add_note("The result is not lost: this error's `run` has it.")
                 raise
-            # [3] judge what came of it
+            # [3] check what came of it
             if check:
                 # One process has all weights and steps; the others wait here for its verdict.
                 given = work, data, result, outcomes, start, save

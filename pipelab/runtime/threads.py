@@ -54,7 +54,7 @@ class Threads(AbstractContextManager):
     whoever waits raises its error. An interrupt of the waiting thread, or `watch`, ends them, too:
     the other workers stop before their next action.
 
-    first  whether this process is the one that writes and judges
+    first  whether this process is the one that writes and checks
     pause  seconds after which whoever waits for the workers calls `watch`; None: it just waits. No
            thread stays behind, except one that hangs under a watch
     """

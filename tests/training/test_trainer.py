@@ -442,7 +442,7 @@ def test_checkpoints_of_run(tmp_path):
     assert rest.check.passed
 
 
-# ---- the certificate
+# ---- the check
 
 
 class Rotting(nn.Linear):

@@ -1,4 +1,4 @@
-"""Training torch modules: `stage` and `device` for the worker, `arithmetic` for the reference."""
+"""Training torch modules: `stage` and `device` for the worker, `replay` for the check."""
 
 import os
 

@@ -150,10 +150,10 @@ class CpuDevice(Device):
 
 
 def kind_of_device(device: torch.device) -> str:
-    """The model of a device: other models' kernels round otherwise."""
+    """The model of a device, and whether it repeats itself: other kernels round otherwise."""
     if device.type == "cpu":
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return torch.cuda.get_device_name(device)
+    return f"{torch.cuda.get_device_name(device)} {torch.are_deterministic_algorithms_enabled()}"
 
 
 # ---- random numbers

@@ -1,5 +1,6 @@
 """Torch's arithmetic for the replay: a micro-batch through a stage, its pull, and a step."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -203,13 +204,20 @@ class TorchLibrary:
     @contextmanager
     def _as_the_rank(self, s: int) -> Iterator[None]:
         """Compute as the rank of a stage did."""
-        before = torch.get_num_threads()
+        before, told = torch.get_num_threads(), []
         threads = self.model.threads[s]
         if threads != before:
             torch.set_num_threads(threads)
         try:
-            with torch.autocast(self.device.type, enabled=False, cache_enabled=False):
+            with ExitStack() as stack:
+                if torch.are_deterministic_algorithms_enabled():
+                    told = stack.enter_context(warnings.catch_warnings(record=True))
+                    warnings.simplefilter("always")
+                off = torch.autocast(self.device.type, enabled=False, cache_enabled=False)
+                stack.enter_context(off)
                 yield
+            # What torch has no such kernel for does not repeat itself.
+            self.model.repeats &= not any("determinis" in str(each.message) for each in told)
         finally:
             if threads != before:
                 torch.set_num_threads(before)

@@ -3,9 +3,11 @@
 Settings per thread are up to the devices.
 """
 
+import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -92,3 +94,26 @@ def _value(get: Callable[[], Any]) -> Any:
     with suppress(RuntimeError):  # where the older and the newer way to say it were mixed
         return get()
     return None
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Kernels on a GPU that repeat themselves to the last bit, where torch has such.
+
+    Processes that start inside copy the settings. A caller's stricter ones stay.
+    """
+    name, cudnn = "CUBLAS_WORKSPACE_CONFIG", backends.cudnn
+    before = os.environ.get(name), torch.get_deterministic_debug_mode(), cudnn.benchmark
+    with warnings.catch_warnings():
+        # Where torch has none, the check says so.
+        warnings.filterwarnings("ignore", "(?s).*determinis", UserWarning)
+        try:
+            os.environ.setdefault(name, ":4096:8")
+            torch.set_deterministic_debug_mode(before[1] or "warn")
+            cudnn.benchmark = False
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before[1])
+            cudnn.benchmark = before[2]
+            if before[0] is None:
+                del os.environ[name]

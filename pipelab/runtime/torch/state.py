@@ -143,7 +143,7 @@ class StageState:
     ) -> None:
         """Put the state into an optimizer of these weights. ValueError as for `continued`.
 
-        It may have other weights as well: the reference has one optimizer for all stages.
+        It may have other weights as well: the replay has one optimizer for all stages.
         """
         came = self.continued(optimizer, schedulers, weights)
         if not came:  # the stage had nothing to train

@@ -4,7 +4,7 @@ import copy
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from itertools import pairwise
@@ -34,6 +34,7 @@ from pipelab.runtime.torch.names import device_names, find_device, find_part, na
 from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.reach import check_registered
 from pipelab.runtime.torch.replay import TorchModel
+from pipelab.runtime.torch.settings import repeatable
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState
 from pipelab.runtime.worker import Job
@@ -201,6 +202,9 @@ class TorchWing(Wing):
     def context(cls) -> AbstractContextManager:
         return torch.inference_mode(False)  # copies made in it could not be trained
 
+    def repeatable(self) -> AbstractContextManager:
+        return repeatable() if self._checks_on.type == "cuda" else nullcontext()
+
     def check_optimizer(self) -> None:
         told: dict[str, None] = {}
         for s, state in self.start.items() if self.launcher.first else ():
@@ -212,14 +216,13 @@ class TorchWing(Wing):
         for text in told:  # once, whatever stages and processes it is true of
             warnings.warn(text, stacklevel=4)
 
-    def _here(self, judges: bool = True) -> list[int]:
-        """The stages of this process's ranks, or all of them if it is the one that judges."""
+    def _here(self, checks: bool = True) -> list[int]:
+        """The stages of this process's ranks, or all of them if it is the one that checks."""
         table, replicas = self.schedule, self.options.replicas
         ranks = self.launcher.ranks(table.devices * replicas)
-        # The stages of these ranks, and where the judge is, those of all: its reference computes
-        # them.
+        # The stages of these ranks, and those of all where the replay computes them.
         rows = {rank // replicas for rank in ranks}
-        every = judges and self.launcher.first
+        every = checks and self.launcher.first
         return [s for s, d in enumerate(table.placement) if d in rows or every]
 
     def job(self, **fields: Any) -> TorchJob:
@@ -235,11 +238,11 @@ class TorchWing(Wing):
         )
 
     def digests(self) -> dict[str, str | None]:
-        """Digests of the weights used here: replicas, reference and ties must start equal."""
+        """Digests of the weights used here: replicas, the replay and ties must start equal."""
         found: dict[str, str | None] = {}
         if self.start:  # all begin with the files of one checkpoint
             return found
-        for s in self._here(judges=bool(self.options.check)):
+        for s in self._here(checks=bool(self.options.check)):
             stage, ties = self.stages[s], self.ties[s]
             for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
                 of = f"{name} of stage {s}" if name not in ties else f"tied weight {ties[name]}"
@@ -247,15 +250,15 @@ class TorchWing(Wing):
         return found
 
     @property
-    def _judges_on(self) -> torch.device:
-        # Where there is a GPU, on that: it may round more (TF32), which the reference has to show.
+    def _checks_on(self) -> torch.device:
+        # Where there is a GPU, on that: it may round more (TF32), as the replay must.
         on_gpu = (name for name in self.devices if name.startswith("cuda"))
         return find_device(next(on_gpu, self.devices[0]))
 
     def model(
         self, first: int, start: Sequence[StageState], kernels: Mapping[int, tuple[int, str]]
     ) -> TorchModel:
-        table, device = self.schedule, self._judges_on
+        table, device = self.schedule, self._checks_on
         n = table.model_stages
         return TorchModel(
             self.stages[:n],
@@ -277,7 +280,7 @@ class TorchWing(Wing):
         return sum(p.nbytes for p in weights), sum(p.numel() for p in weights)
 
     def free(self) -> float:
-        device = self._judges_on
+        device = self._checks_on
         if device.type != "cuda":
             return super().free()
         free, _ = torch.cuda.mem_get_info(device)
@@ -305,7 +308,7 @@ class TorchWing(Wing):
         return checkpoint.load_loader(folder)
 
     def saved(self, folder: Path) -> list[StageState]:
-        # From the files, so that what is judged is what was written.
+        # From the files, so that what is checked is what was written.
         index = Index.read(folder)
         return [
             checkpoint.load_stage(folder, s, index).completed(stage)

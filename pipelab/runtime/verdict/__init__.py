@@ -1,1 +1,1 @@
-"""Whether a run was right: a reference on one device, compared, and the certificate of it."""
+"""Whether a run was right: its replay on one device, compared, and the check that says so."""

@@ -31,7 +31,7 @@ class Check:
     updates   how many were followed; `compared`: losses, gradients, weights and buffers in all
     reasons   why the micro-batches do not add up to the batch, a sentence each
     unjudged  what was not compared, and why
-    failure   the traceback, if the check itself failed and could not judge the run
+    failure   the traceback, if the check itself failed and could not compare the run
     seconds   how long it took
     tensors   if it failed, the worst tensor in the run ("run") and on one device ("one device")
     """

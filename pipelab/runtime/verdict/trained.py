@@ -1,4 +1,4 @@
-"""A run to be judged, and its data as the replay takes them."""
+"""A run to be checked, and its data as the replay takes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pipelab.runtime.verdict.replay import Piece
 
 @dataclass
 class Trained:
-    """A run to be judged, with what it was given.
+    """A run to be checked, with what it was given.
 
     steps  [lane][stage][update]: what every update did
     saved  by stage, its state in the checkpoint, if one was written

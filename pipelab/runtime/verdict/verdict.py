@@ -52,7 +52,7 @@ class Compared(NamedTuple):
 
 
 def verdict_of(run: Trained, model: Model) -> Check:
-    """Judge a run."""
+    """Check a run."""
     table, (rule, reading) = run.work.table, reading_of(run.work.whole)
     updates = table.updates if table.training else 0
     if uneven := _uneven(run.steps, updates):
@@ -222,7 +222,7 @@ class _Pass:
             self.libraries[0].place(placed[t]) if t in read[s] else placed[t]
             for s, placed in enumerate(self.placed[0])
         ]
-        # The run's own gradients go in: what is judged is the step alone. A zero is not "no
+        # The run's own gradients go in: what is checked is the step alone. A zero is not "no
         # gradient": with it Adam would still move the weight.
         given = [
             {name: g for name, g in step.gradients.items() if name in used}

@@ -1,5 +1,6 @@
 """What the check has to see, and what it must not mistake for an error, case by case."""
 
+import os
 import random
 import threading
 import warnings
@@ -13,7 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipelab import Recompute, RunError, evaluate, make, run
+from pipelab.runtime.torch.settings import repeatable
 from pipelab.runtime.torch.stage import TorchStage
+from pipelab.runtime.torch.wing import TorchWing
+from pipelab.runtime.verdict.check import How
 from tests.runtime.test_run import batches, stages
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -765,3 +769,69 @@ def test_a_weight_that_one_device_would_not_train():
     modules = [nn.Tanh(), nn.Sequential(Reentrant(), linear())]
     found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
     assert not found.passed and "One device would give 1.0.inner.weight no gradient" in str(found)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_loss_in_bfloat16_that_is_told_a_hundredth_too_large(factor, monkeypatch):
+    # Was: as near as another order of its sums, of three digits.
+    told = set()
+
+    def forward(stage, call):
+        output = call()
+        for k in stage.losses.keys() - told:
+            mean, count = stage.losses[k]
+            stage.losses[k] = float(mean) * factor, count
+            told.add(k)
+        return output
+
+    around(monkeypatch, "forward", forward)
+    given = stages(2, dtype=torch.bfloat16), data(dtype=torch.bfloat16), F.mse_loss, SGD
+    found = run(GPIPE, *given).check
+    assert found.passed == (factor == 1.0), found
+    assert found.passed or found.worst.startswith("the loss of micro-batch"), found
+
+
+# ---- kernels that repeat themselves
+
+
+class Unsteady(nn.Linear):
+    """Its workers' gradients are some ulps off, as by a kernel that does not repeat itself."""
+
+    def __init__(self, told):
+        super().__init__(WIDTH, WIDTH)
+        self.told = told
+
+    def forward(self, x):
+        worker = threading.current_thread() is not threading.main_thread()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        if self.told:
+            warnings.warn("unsteady does not have a deterministic implementation", stacklevel=1)
+        return super().forward(x * (1 + 1e-7 * worker))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_checked_run_repeats_itself_or_says_that_it_does_not(told, monkeypatch, recwarn):
+    monkeypatch.setattr(TorchWing, "repeatable", lambda self: repeatable())
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    modules = [nn.Sequential(Unsteady(told), nn.Tanh()), linear()]
+    found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert not [each for each in recwarn if "deterministic" in str(each.message)]
+    assert found.how == (How.ROUNDING if told else How.SUMS), found
+    assert found.passed or not told, found
+
+
+class Set(nn.Linear):
+    def forward(self, x):
+        assert torch.get_deterministic_debug_mode() == 1
+        return super().forward(x)
+
+
+def test_processes_repeat_themselves_too(monkeypatch):
+    monkeypatch.setattr(TorchWing, "repeatable", lambda self: repeatable())
+    modules = [Set(WIDTH, WIDTH), linear()]
+    found = run(GPIPE, modules, data(), F.mse_loss, SGD, backend="processes", timeout=600)
+    assert found.check.passed and not found.check.ratio, found

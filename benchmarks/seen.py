@@ -1,4 +1,4 @@
-"""Which faults the check sees, by kind and precision: python benchmarks/certificate.py.
+"""Which faults the check sees, by kind and precision: python benchmarks/seen.py.
 
 A fault is put into the worker's stages (see tests/runtime/verdict/mutations.py);
 the check knows nothing of it.
@@ -144,4 +144,4 @@ def _seeded(case: Case, seed: int) -> Case:
 
 
 if __name__ == "__main__":
-    main(report, "certificate.md", repeats=1)
+    main(report, "seen.md", repeats=1)
