@@ -142,7 +142,7 @@ class Guess:
         return Feedback(False, f"You said {value:g}, it is {truth:g}. {why}")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
