@@ -1,6 +1,6 @@
 // The schedule editor in the browser: it draws the rows that Python sends, and asks Python for every move.
 
-const LEFT = 76, RIGHT = 82, TOP = 14, AXIS = 22; // pixels
+const LEFT = 80, RIGHT = 16, TOP = 14, AXIS = 22; // pixels
 const LANE = 30, STRIP = 24, GAP = 12, THIN = 15;
 const LEAST = 22, MOST = 64; // pixels of the shortest action
 const PATIENCE = 3000; // milliseconds that keys wait for the answer to the last move
@@ -38,11 +38,17 @@ function backdrop({ rows, heads, right, bottom, x }, end, unit) {
     <g class="heads">${heads.map(([text, y]) => label(LEFT, y, text)).join("")}</g>`;
 }
 
-// The names stay in sight while the picture is scrolled.
+// The names, and what a device holds, stay in sight while the picture is scrolled.
 function names({ rows, bottom }) {
   const name = ({ name, y, lane, star }) => label(LEFT - 8, y + lane / 2, `${star ? "★ " : ""}${name}`);
+  const holds = ({ held, cap, left, y, lane }) => {
+    const peak = Math.max(...held.map(([, count]) => count)), of = cap === null ? "" : ` of ${cap}`;
+    const words = left.length ? `holds ${held[held.length - 1][1]}${of}` : `held ${peak}${of}`; // done: its peak
+    return label(LEFT - 8, y + lane + STRIP / 2, words);
+  };
   return `<rect class="paper" x="0" y="0" width="${LEFT - 4}" height="${bottom}"/>
-    <g class="devices">${rows.map(name).join("")}</g>`;
+    <g class="devices">${rows.map(name).join("")}</g>
+    <g class="devices peaks">${rows.filter(({ held }) => held).map(holds).join("")}</g>`;
 }
 
 function drawCell({ what, from, until, text, colours, critical, over }, { y, lane, thin }, { x, scale }, hatch) {
@@ -60,7 +66,7 @@ function drawCell({ what, from, until, text, colours, critical, over }, { y, lan
 }
 
 // What a device holds over time, below its lane, and the cap over it.
-function drawHeld({ held, cap, y, lane, cells, left }, { x, right }, most) {
+function drawHeld({ held, cap, y, lane, cells }, { x, right }, most) {
   if (!held) return "";
   const base = y + lane + STRIP, high = (STRIP - 5) / Math.max(most, 1);
   const until = x(Math.max(0, ...cells.map((cell) => cell.until)));
@@ -71,11 +77,8 @@ function drawHeld({ held, cap, y, lane, cells, left }, { x, right }, most) {
   });
   const peak = Math.max(...held.map(([, count]) => count)), line = round(base - cap * high) + 0.5;
   const limit = cap === null ? "" : `<path class="cap" d="M${LEFT} ${line}H${round(right)}"/>`;
-  const of = cap === null ? "" : ` of ${cap}`;
-  const words = left.length ? `holds ${held[held.length - 1][1]}${of}` : `held ${peak}${of}`; // done: its peak
   return `<path class="held ${peak === cap ? "full" : ""}" d="${path}V${base}z"/>
-    <path class="base" d="M${LEFT} ${base}H${round(right)}"/>${limit}
-    <g class="peaks">${label(right + 8, base - STRIP / 2, words)}</g>`;
+    <path class="base" d="M${LEFT} ${base}H${round(right)}"/>${limit}`;
 }
 
 function newPicture(hatch, layers) {
