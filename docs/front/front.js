@@ -52,12 +52,16 @@ function refusal(a, { why, need, device }) {
   if (why === "stuck") return `With ${me} here, no micro-batch could get all the way and back: half-done ones would take all the room.`;
   if (why === "circle") return `Here ${me} would never start: it would wait for something that waits for it.`;
   if (why === "late") return need === undefined ? `${me} does not fit into this gap.` : `${me} comes too late for this gap: it waits for ${other} on ${gpu(task.device[need])}, which ends at ${number(times.end.get(need))}.`;
-  if (task.kind[need] === "U") return `${me} needs new weights: the update ${other} on ${here} makes them.`;
+  if (task.kind[need] === "U") {
+    const why = task.kind[a] === "F" ? "needs new weights" : "must not mix with gradients of before";
+    return `${me} ${why}: first comes the update ${other} on ${here}.`;
+  }
   if (task.kind[a] === "U") return `${me} needs all gradients of its micro-batches: ${other} is missing.`;
   if (task.device[need] !== task.device[a]) {
     const from = gpu(task.device[need]), what = task.kind[need] === "F" ? "its input" : "the gradient";
     return `${me} on ${here} needs ${what} from ${from}, which has not done ${other} yet.`;
   }
+  if (task.kind[need] === task.kind[a]) return `${me} belongs to the same sequence as ${other}, which comes first.`;
   return task.kind[need] === "F" ? `${here} has not done ${other} yet: forward comes before backward.` : `${me} uses what ${other} finds: do ${other} on ${here} first.`;
 }
 
