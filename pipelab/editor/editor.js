@@ -135,6 +135,7 @@ function render({ model, el }) {
   const undo = button("Undo", () => ask("undo")), redo = button("Redo", () => ask("redo"));
   const step = button("Step", () => ask("step"), { title: "place what the coach would place" });
   const finish = button("Finish it for me", () => ask("finish"));
+  const proof = button("Show me the proof", () => ask("prove"), { title: "why nobody ends before par" });
   const stamp = button("Stamp", () => ask("stamp", { microbatch: microbatchOf(cellAt()) }), { className: "stamp" });
   const clear = button("Clear", () => ask("clear"));
   const slow = "on worker threads, every action as long as planned", fast = "on worker threads, as fast as they go";
@@ -154,7 +155,7 @@ function render({ model, el }) {
   trialSvg.setAttribute("role", "img");
   const saved = html("p", { className: "saved" }, "A saved picture: run this cell to play; the arrow keys work.");
   const moves = html("div", { className: "bar moves" }, undo, redo, step, finish, stamp, clear);
-  const runs = html("div", { className: "bar runs" }, paced, native, criticalBox, parBox);
+  const runs = html("div", { className: "bar runs" }, paced, native, criticalBox, parBox, proof);
   const controls = html("div", { className: "controls" }, html("div", { className: "bar" }, levelBox, helpBox, next), form);
   const picture = html("div", { className: "picture" }, scroller, html("div", { className: "about-room" }, about), html("div", { className: "bar" }, legend));
   const left = html("div", { className: "picture-and-moves" }, picture, tray, moves, runs, keep);

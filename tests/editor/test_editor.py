@@ -441,3 +441,12 @@ def test_every_level_keeps_its_board():
     editor.place("0F0")
     editor.finish()
     assert editor.won["gpipe"] == "helped"
+
+
+def test_a_level_has_a_proof_and_chunks_that_exceed_the_bound_have_none():
+    editor = Editor("solver")
+    ask(editor, "prove")
+    assert editor.view["said"]["text"].endswith("beginnings, none is left.")
+    editor = Editor(devices=3, microbatches=4, virtual=2, cap=3)
+    ask(editor, "prove")
+    assert said(editor) == ("refused", "there is no proof that nothing ends before 22.5")

@@ -222,7 +222,8 @@ def prove(task: Task, par: float) -> str:
     said = f"{words}: {total:g} at least."
     if least >= par - SLACK:
         return said
-    found, left = best_finish(empty, par, PROOF)
+    # Only where micro-batches are alike does the search leave out no table that could be shorter.
+    found, left = best_finish(empty, par, PROOF) if task.simple else ([], 0)
     if found or not left:
         raise Refused(f"there is no proof that nothing ends before {par:g}")
     return (

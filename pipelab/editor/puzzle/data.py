@@ -34,5 +34,5 @@ def task_data(task: Task) -> dict[str, Any]:
         "caps": task.caps or None,
         "releases": task.releases.name,
         "slices": task.slices,
-        "banker": task.virtual > 1 or task.slices > 1 or task.by_hand,
+        "banker": not task.simple,
     }

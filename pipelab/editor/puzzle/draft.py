@@ -259,11 +259,7 @@ class Draft:
         that it held, and the next one is asked.
         """
         task = self.task
-        if (
-            self.over_cap
-            or not task.caps
-            or (task.virtual == task.slices == 1 and not task.by_hand)
-        ):
+        if self.over_cap or not task.caps or task.simple:
             return not self.over_cap
         done = set(self.placed)
         room = [

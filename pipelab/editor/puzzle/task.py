@@ -153,6 +153,12 @@ class Task:
         order = TopologicalSorter(found).static_order()
         return {a: found[a] for a in order if self.by_hand or a.kind is not Kind.U}
 
+    @property
+    def simple(self) -> bool:
+        """Whether each device has one stage, whole sequences and one update: then micro-batches are
+        alike, and within the cap every table can become whole."""
+        return self.virtual == self.slices == 1 and not self.by_hand
+
     def rows_of(self, table: Schedule) -> Rows:
         """The actions to be placed of a table: updates that follow by themselves are left out."""
         return tuple(tuple(a for a in row if a in self.needs) for row in table.rows)
