@@ -17,7 +17,9 @@ BOTH = -2  # as a cause: the input and the end of the action before came at the 
 HINTS = {
     "makespan": "from the first start to the last end",
     "ideal": "compute of the busiest device: no order is faster",
-    "bubble": "idle time / (devices x makespan); over ideal: (makespan - ideal) / ideal",
+    "bubble (over ideal)": (
+        "idle time / (devices x makespan); over ideal: (makespan - ideal) / ideal"
+    ),
     "peak in flight": "the most micro-batches held for a backward, by device",
     "weight versions": "the most versions of a stage's weights kept at one time, by device",
     "peak memory": "the most bytes held at one time, on the fullest device",
@@ -146,7 +148,7 @@ def _numbers(
     return {
         "makespan": f"{t.makespan:.5g}",
         "ideal": f"{t.ideal:.5g}",
-        "bubble": f"{t.bubble.of_total:.1%}, {t.bubble.over_ideal:.1%} over ideal",
+        "bubble (over ideal)": f"{t.bubble.of_total:.1%} ({t.bubble.over_ideal:.1%})",
         **{label: "-" if share is None else f"{share:.1%}" for label, share in shares.items()},
         "peak in flight": per_device(t.peak_in_flight),
         "weight versions": per_device(t.weight_versions),

@@ -153,7 +153,8 @@ def test_the_numbers_are_the_timelines_and_the_memorys():
     t, shown = explorer.timeline, numbers(explorer)
     m = memory(t, COSTS)
     assert shown["makespan"] == f"{t.makespan:.5g}" and shown["ideal"] == f"{t.ideal:.5g}"
-    assert shown["bubble"] == f"{t.bubble.of_total:.1%}, {t.bubble.over_ideal:.1%} over ideal"
+    shares = f"{t.bubble.of_total:.1%} ({t.bubble.over_ideal:.1%})"
+    assert shown["bubble (over ideal)"] == shares
     assert shown["peak in flight"] == shown["weight versions"] == "4 3 2 1"
     assert shown["peak memory"] == f"{m.peak()[0]:.4g} on device 0"
     for cause, value in m.at_peak(0).items():
