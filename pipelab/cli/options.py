@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from json import JSONDecodeError, loads
-from os.path import isfile
+from os.path import exists, isfile
 from typing import Annotated, Any
 
 from pipelab import SCHEDULES, Costs, Reads, Recompute, Schedule, make
@@ -121,7 +121,9 @@ def settings(text: str, known: Mapping[str, Read]) -> tuple[str, dict[str, Any]]
     >>> settings("forward=1,2,transfer=0.5", COSTS)
     ('', {'forward': [1.0, 2.0], 'transfer': 0.5})
     """
-    name, *parts = [text] if isfile(text) else re.split(r"(?:^|,)([A-Za-z_-]+)=", text)
+    if not text:
+        raise ValueError("'': give a name, a file or NAME=VALUE,...")
+    name, *parts = [text] if isfile(text) else re.split(r"(?:^|,)([\w-]+)=", text)
     return name, read_values(zip(parts[::2], parts[1::2], strict=True), known)
 
 
@@ -215,7 +217,7 @@ class Table:
         sizes = dict(vars(self))
         name, given = settings(sizes.pop("name"), TABLE)
         changes = [change for change in ("overlap", "offload") if given.pop(change, False)]
-        if name not in SCHEDULES and ("/" in name or name.endswith(".csv") or isfile(name)):
+        if name not in SCHEDULES and ("/" in name or name.endswith(".csv") or exists(name)):
             own = [written(key) for key, value in sizes.items() if value not in (None, 1)]
             if own := [*own, *(f"{key}=" for key in given)]:
                 raise ValueError(f"{name} has its own sizes: leave out {' '.join(own)}")
@@ -274,6 +276,7 @@ timeout SECONDS  give up when no action ends in this time
 json  print one JSON object
 csv FILE  write the table; replaces that file
 plot FILE  write the picture (png, svg, pdf); replaces that file
+trace FILE  write a Chrome trace, for diagnose; replaces that file
 save FOLDER  write a checkpoint at the end
 """
 )

@@ -1,6 +1,7 @@
 """Commands and options of earlier versions, and what each is now."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from pipelab.cli.options import COSTS, TABLE, written
 from pipelab.cli.parser import Command
@@ -19,7 +20,7 @@ NOW_IN_PLANS |= {"--faults ": FAULTS}
 def renamed(command: Command, words: Sequence[str]) -> str | None:
     """What to write for the first option that is of an earlier version; None without one."""
     now = NOW_IN_PLANS if command.name == "plan" else NOW
-    for word, behind in zip(words, [*words[1:], "--"], strict=True):
+    for word, behind in pairwise([*words, "--"]):
         option, equals, value = word.partition("=")
         name = option.removeprefix("--").replace("-", "_")
         places = [place for place, known in now.items() if name in known]

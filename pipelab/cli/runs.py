@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from pipelab.cli.options import (
 )
 from pipelab.cli.parser import command
 from pipelab.cli.report import SIZES, FailedVerdict, as_json, describe, verdict_of
-from pipelab.measure.trace import from_trace
+from pipelab.measure.trace import from_trace, to_trace
 from pipelab.training.step import TrainedBatch
 
 
@@ -65,6 +66,7 @@ def run(
     paced: Finite = None,
     fit: str | None = None,
     json: bool = False,
+    trace: str | None = None,
 ) -> None:
     """Train a small model for real and compare every gradient with training on one device.
 
@@ -79,7 +81,7 @@ def run(
         raise ValueError("--distributed needs --backend jax; torch's ranks are started by torchrun")
     first = _join_processes() if distributed else os.environ.get("RANK", "0") == "0"
     if first:
-        check_targets(save=options.save, fit=fit)
+        check_targets(save=options.save, fit=fit, trace=trace)
     if jax and (model != "mlp" or dropout or balance != "uniform"):
         raise ValueError(
             "--backend jax runs only the mlp, with two layers per stage and without dropout: leave "
@@ -103,6 +105,7 @@ def run(
     )
     if first:  # of several ranks, the one that reports
         write_text(fit, lambda: pipelab.fit(result.timeline, result.memory).to_json())
+        write_text(trace, lambda: dumps(to_trace(result.timeline)))
         if balance != "uniform":
             _tell_balance(parts[0], json)
         _tell(result, costs, json)
@@ -271,8 +274,8 @@ def diagnose(
 ) -> None:
     """Where the time of a run went, and what would help.
 
-    traces TRACE...  JSON of torch.profiler, a file for each rank; or of simulate --trace; or CSV of
-        spans: stage,kind,microbatch,start,end
+    traces TRACE...  JSON of torch.profiler, a file for each rank; or of run or simulate
+        --trace; or CSV of spans: stage,kind,microbatch,start,end
     """
     check_targets(plot=plot)
     ran: Any = schedule

@@ -26,10 +26,7 @@ def simulate(
     plot: str | None = None,
     trace: str | None = None,
 ) -> None:
-    """Predict a schedule's timeline.
-
-    trace FILE  write a Chrome trace; replaces that file
-    """
+    """Predict a schedule's timeline."""
     check_targets(csv=csv, trace=trace, plot=plot)
     timeline = pipelab.simulate(table.make(costs), costs)
     write_figure(plot, lambda: pipelab.plot.timeline(timeline))

@@ -142,7 +142,7 @@ def checked(table: Schedule, schedule: Schedule | str) -> Schedule:
             if a != b:
                 raise ValueError(
                     f"action {i} of device {d} is {a} in the run, but {b} in {asked.name}: give "
-                    "the table that ran, or omit `schedule`"
+                    "the table that ran, or leave the schedule out"
                 )
     return asked
 

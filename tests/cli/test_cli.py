@@ -252,6 +252,41 @@ def test_bad_usage_is_one_line_and_status_2(capsys, line):
     assert (status, out, err.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"compare"}))  # that one needs nothing
+def test_a_command_alone_says_what_it_needs(capsys, name):
+    # Was: zip() argument 2 is longer than argument 1.
+    status, out, err = call(capsys, name)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"pipelab {name}: error: the following arguments are required: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("validate a-folder", "a-folder: Is a directory"),
+        (f"simulate {SMALL} --costs=", "--costs: '': give a name, a file or NAME=VALUE"),
+        (f"simulate {SMALL} --costs förward=1", "förward=1: did you mean forward?"),
+        (f"run {SMALL} --trace a-folder", "--trace a-folder is a folder: name a file"),
+    ],
+)
+def test_what_is_wrong_with_a_word_is_said(capsys, tmp_path, monkeypatch, line, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-folder").mkdir()
+    status, out, err = call(capsys, line)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_a_run_s_trace_is_diagnosed(capsys, tmp_path):
+    trace = tmp_path / "run.json"
+    status, out, err = call(capsys, f"run {SMALL} --trace {trace} --json")
+    assert (status, err) == (0, "")
+    measured = json.loads(out)["measured"]
+    status, out, err = call(capsys, f"diagnose {trace} --json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["idle"] == pytest.approx(measured["bubble"]["of_total"])
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

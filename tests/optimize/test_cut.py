@@ -296,7 +296,10 @@ def test_the_authors_profiles_are_read():
         ('{"a": 1}', "not a profile: give an object with layers"),
         ('{"layers": {"name": "a"}}', "not a profile: give an object with layers"),
         ('{"layers": ["a"]}', "not a profile: give an object with layers"),
-        ('{"layers": [{"name": "a", "speed": 1}]}', "not a profile: .*speed"),
+        (
+            '{"layers": [{"name": "a", "speed": 1}]}',
+            "not a profile: .* forward, input_grad, .*speed",
+        ),
         ('{"layers": [{"name": "a", "forward": -1}]}', "layer 'a' has forward=-1: give at least 0"),
         ('{"layers": [{"name": "a"}], "edges": [[0, 0]]}', "edge 0 -> 0"),
         ('{"layers": [{"name": "a"}], "samples": 0}', "samples=0: give a whole number"),

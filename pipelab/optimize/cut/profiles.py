@@ -4,7 +4,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from numbers import Real
@@ -207,8 +207,8 @@ class Profile:
             return cls(layers, edges, **content)
         except (TypeError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(
-                "not a profile: give an object with layers, a list of objects with a name "
-                f"({error})"
+                "not a profile: give an object with layers, a list of objects with a name and "
+                f"any of {', '.join(field.name for field in fields(Layer)[1:])} ({error})"
             ) from None
 
 

@@ -94,7 +94,7 @@ class Answer:
         peak = f"{machine.share:g} of a peak of {machine.flops / 1e12:.4g} TFLOP/s"
         return [
             f"  {every} parameters" + (f", of which a token meets {active}" * (model.experts > 1)),
-            f"  products reach {peak} ({machine.share_text}); another: --share, share=",
+            f"  products reach {peak} ({machine.share_text}); another: the machine's share=",
         ]
 
     def to_json(self) -> dict[str, Any]:

@@ -58,7 +58,8 @@ class Index:
             index = cls(**content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{folder} does not hold a checkpoint ({type(error).__name__}: {error})"
+                f"{folder} does not hold a checkpoint ({type(error).__name__}: {error}): name a "
+                "folder that `save` wrote"
             ) from None
         if digest != found or not index._is_sound():
             raise ValueError(
