@@ -241,7 +241,12 @@ class StageState:
         for name in sorted(self.groups):  # each once, by the first of its weights
             if not any(self.groups[name] is of for of in groups.values()):
                 groups[name] = self.groups[name]
-        content = self.weights, self.buffers, self.optimizer, groups
+        content = {
+            "weights": self.weights,
+            "buffers": self.buffers,
+            "optimizer": self.optimizer,
+            "groups": groups,
+        }
         return {
             pytree.keystr(path): torch.as_tensor(value)
             for path, value in pytree.tree_flatten_with_path(content)[0]

@@ -69,7 +69,10 @@ class Check:
             by = "" if rule in ("", "flush", "evaluation") else f"; rule: {rule}"
             text = f"Check passed: {self.how} ({', '.join(told)}{by})."
             if self.how is not How.BITS:
-                text += f" Smaller errors may not show; {self.worst} is {self.ratio:.2g} times it."
+                text += (
+                    f" Smaller errors may not show; furthest off is {self.worst}, by "
+                    f"{self.ratio:.2g} times that (limit {self.limit:g})."
+                )
             return text
         far = f"{self.worst} is {self.ratio:.2g} times further from one device's than another "
         why = (
@@ -77,6 +80,6 @@ class Check:
             if self.ratio <= self.limit or not self.worst
             else [far + "order of its sums explains."]
         )
-        if why and self.ratio == np.inf:
+        if why and self.ratio > 1e16:  # more than all of it, in any type
             why = [f"{self.worst} differs from one device's."]
         return " ".join(["CHECK FAILED:", *why, *self.reasons])

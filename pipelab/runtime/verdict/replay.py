@@ -193,13 +193,16 @@ class Total:
         self.sums, self.sizes = dict[Any, Any](), dict[Any, Any]()
         self.keys = [dict[str, Any]() for _ in range(stages)]
 
-    def norms(self, shared: bool) -> list[float]:
-        """By stage, the norm of the mean that `clip` limits: of its own, or of all stages."""
-        dense = ((key, self.model.numbers(g)) for key, g in self.sums.items())
+    def norms(self, of: Sums, shared: bool) -> list[float]:
+        """By stage, the norm of the mean that `clip` limits: of its own, or of all stages.
+
+        of  the sums, or their sizes
+        """
+        dense = ((key, self.model.numbers(g)) for key, g in of.items())
         squares = {key: float(np.vdot(g, g).real) for key, g in dense}
-        keys = [squares if shared else of.values() for of in self.keys]
+        keys = [squares if shared else names.values() for names in self.keys]
         pairs = zip(keys, self.counts, strict=True)
-        return [sum(map(squares.__getitem__, of)) ** 0.5 / (count or 1) for of, count in pairs]
+        return [sum(squares.get(k, 0.0) for k in own) ** 0.5 / (count or 1) for own, count in pairs]
 
     def means(self, library: Library, factors: Sequence[float]) -> Iterator[tuple[Sums, Sums]]:
         """By stage, once: the gradients of the mean times a factor, and their sizes."""

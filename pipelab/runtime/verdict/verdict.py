@@ -188,11 +188,16 @@ class _Pass:
         """The gradients of an update, and the norms that clipping limits."""
         model, number, clip = self.model, self._number(i), self.run.options.clip
         factors = [1.0] * len(made)
+        terms = self.table.per_update * self.run.options.replicas
         if clip is not None:
-            for s, norm in enumerate(totals[0].norms(not self.table.asynchronous)):
+            own, shared = totals[0], not self.table.asynchronous
+            norms = zip(*(total.norms(total.sums, shared) for total in totals), strict=True)
+            sizes = own.norms(own.sizes, shared)
+            eps = max(map(model.eps, own.sums.values()), default=0.0)
+            for s, (owns, size) in enumerate(zip(norms, sizes, strict=True)):
                 told, label = made[s].norm, f"the norm of the gradient of stage {s} in update "
-                if not abs(told - norm) <= model.norm_eps * norm:
-                    yield Compared(f"{label}{number}", told, [norm])
+                if not abs(told - owns[0]) <= model.norm_eps * owns[0]:
+                    yield Compared(f"{label}{number}", told, owns, size, eps=eps, terms=terms)
             # By the norm that the run says, as torch's.
             factors = [float(np.minimum(1.0, clip / (step.norm + 1e-6))) for step in made]
         pairs = zip(totals, self.libraries, strict=True)
@@ -211,7 +216,7 @@ class _Pass:
                     size=sizes.get(name),
                     eps=model.eps(own),
                     exact=own,
-                    terms=self.table.per_update * self.run.options.replicas,
+                    terms=terms,
                 )
             yield from self._alike(i, s, "gradients", "the gradient of")
 
@@ -277,9 +282,8 @@ class _Pass:
         buffers = [one.buffers() for one in self.libraries]
         for s, history in enumerate(self.history):
             for name, own in history[max(history)].items():
-                if name in returned[s]:
-                    label = f"the trained weight {model.names[s][name]}"
-                    yield Compared(label, returned[s][name], [own])
+                label = f"the trained weight {model.names[s][name]}"
+                yield Compared(label, returned[s].get(name, np.zeros(0)), [own])
             for name, own in buffers[0][s].items():
                 if name in returned[s]:  # what is not persistent is in no state dict
                     yield Compared(

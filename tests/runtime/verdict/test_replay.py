@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipelab import evaluate, make, run
+from pipelab.runtime import transport
+from pipelab.runtime.torch import weights
 from pipelab.runtime.torch.stage import TorchStage
+from pipelab.runtime.verdict.check import How
 from tests.runtime.test_run import SGD, batches, stages
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
@@ -151,3 +154,31 @@ def test_a_layer_may_insist_on_the_size_of_a_micro_batch():
     modules = [nn.Sequential(stage, Sized()) for stage in stages(2)]
     result = run(make("gpipe", 2, 4), modules, batches(1, samples=8), F.mse_loss, ADAMW)
     assert result.check.passed
+
+
+def test_a_clipped_norm_may_come_from_another_order_of_replicas(monkeypatch):
+    in_order = transport.add_up
+    monkeypatch.setattr(transport, "add_up", lambda of: in_order(reversed([*of])))
+    data = batches(4, samples=12, width=3, dtype=torch.float32)
+    for seed in range(4):
+        modules = stages(1, width=3, dtype=torch.float32, seed=seed)
+        arguments = make("gpipe", 1, 2, batches=4), modules, data, F.mse_loss, SGD
+        found = run(*arguments, replicas=3, clip=0.01).check
+        assert found.passed and found.how is How.SUMS, found
+
+    square = weights._squares
+    monkeypatch.setattr(weights, "_squares", lambda of: square(of) * (1 + 1e-5))
+    found = run(*arguments, replicas=3, clip=0.01).check
+    assert not found.passed and "norm" in found.worst, found
+
+
+def test_a_weight_that_the_run_does_not_return_fails_the_check(monkeypatch):
+    trained = TorchStage.trained
+
+    def without_one(stage):
+        return {name: w for name, w in trained(stage).items() if name != "2.bias"}
+
+    monkeypatch.setattr(TorchStage, "trained", without_one)
+    found = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD).check
+    assert not found.passed
+    assert found.worst == "the trained weight 2.bias"
