@@ -230,6 +230,7 @@ class JaxModel:
     norm_eps = 2.0**-15  # the run squares in the type of its sums
     names: Sequence[Mapping[str, str]]
     ties: Sequence[Mapping[str, int]]
+    returned: Sequence[Mapping[str, str]]
 
     def __init__(
         self,
@@ -248,6 +249,7 @@ class JaxModel:
             {name: f"{name} of stage {s}" for name in names(parameters)}
             for s, (_, parameters) in enumerate(parts)
         ]
+        self.returned = self.names
         types = [leaf.dtype for _, parameters in parts for leaf in jax.tree.leaves(parameters)]
         coarsest = max(types, key=lambda t: float(jnp.finfo(t).eps), default=jnp.dtype("float32"))
         self.precision = jnp.finfo(coarsest).dtype.name

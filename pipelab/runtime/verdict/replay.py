@@ -8,7 +8,7 @@ when, so not one bit may differ. It shares no code with the worker, the stages o
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -119,6 +119,7 @@ class Model(Protocol):
     """What a run was given, as its library has it, and its arrays.
 
     names  [stage], weight -> its name in the verdict; `ties` [stage of all copies], weight -> tie
+    returned        [stage], names of the weights that a run returns, at least
     repeats         whether the replay is known to compute by the same kernels as all ranks
     noise           how far off kernels are that do not repeat, as a share; 0 where all do
     norm_eps        how far off a norm is told, as a share
@@ -129,6 +130,7 @@ class Model(Protocol):
     trees: Trees
     names: Sequence[Mapping[str, str]]
     ties: Sequence[Mapping[str, int]]
+    returned: Sequence[Container[str]]
     repeats: bool
     noise: float
     norm_eps: float

@@ -282,8 +282,9 @@ class _Pass:
         buffers = [one.buffers() for one in self.libraries]
         for s, history in enumerate(self.history):
             for name, own in history[max(history)].items():
-                label = f"the trained weight {model.names[s][name]}"
-                yield Compared(label, returned[s].get(name, np.zeros(0)), [own])
+                if name in model.returned[s]:
+                    label = f"the trained weight {model.names[s][name]}"
+                    yield Compared(label, returned[s].get(name, np.zeros(0)), [own])
             for name, own in buffers[0][s].items():
                 if name in returned[s]:  # what is not persistent is in no state dict
                     yield Compared(

@@ -182,3 +182,15 @@ def test_a_weight_that_the_run_does_not_return_fails_the_check(monkeypatch):
     found = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD).check
     assert not found.passed
     assert found.worst == "the trained weight 2.bias"
+
+
+def test_a_weight_may_be_left_out_of_a_state_dict():
+    def leave_out(module, kept, prefix, metadata):
+        del kept["2.bias"]
+
+    modules = stages(2)
+    for stage in modules:
+        stage.register_state_dict_post_hook(leave_out)
+    result = run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
+    assert result.check.passed, result.check
+    assert "2.bias" not in result.weights[0]
