@@ -797,10 +797,19 @@ def compiled_once() -> Iterator[None]:
         if key not in known:
             known[key] = jax_arguments.check_optimizer(optimizer, parts)
 
+    step_of = jax_stage.step_of
+
+    def step_once(optimizer: Any, kept: Any) -> Any:
+        where = [leaf.sharding.device_set for leaf in jax.tree.leaves(kept)]
+        key = optimizer, _shapes(kept), str(where)
+        if key not in known:
+            known[key] = step_of(optimizer, kept)
+        return known[key]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax_wing, "check_optimizer", check_optimizer)
-        for name in ("Function", "step_of"):
-            patch.setattr(jax_stage, name, cache(getattr(jax_stage, name)))
+        patch.setattr(jax_stage, "Function", cache(jax_stage.Function))
+        patch.setattr(jax_stage, "step_of", step_once)
         yield
 
 
