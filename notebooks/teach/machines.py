@@ -57,7 +57,7 @@ class Machine:
         stages = split(layers, counts)
         if not self.pause:
             return stages
-        times = times or [1.0] * sum(counts)
+        times = [*times] or [1.0] * sum(counts)  # an array has no truth value
         unit = self.pause * (devices or len(counts)) / sum(times)
         ends = [*accumulate(counts)]
         pauses = [unit * sum(times[b - n : b]) for n, b in zip(counts, ends, strict=True)]
