@@ -332,7 +332,7 @@ def test_the_view_is_package_data():
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
     packaged = settings["package-data"]["*"]
     files = {p.name for p in (root / "pipelab").rglob("*") if p.suffix in (".js", ".css")}
-    scripts = {"tools.js", "picture.js", "explorer.js", "editor.js"}
+    scripts = {"tools.js", "picture.js", "explorer.js", "editor.js", "rules.js"}
     assert files == scripts | {"explorer.css", "editor.css"}
     assert all(any(Path(name).match(pattern) for pattern in packaged) for name in files)
 
