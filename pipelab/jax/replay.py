@@ -4,7 +4,7 @@ Each stage is one function, differentiated by jax's own vjp: one program goes fo
 where the gradients are added up, as in the run. It shares no code with the worker or the stages.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -230,7 +230,7 @@ class JaxModel:
     norm_eps = 2.0**-15  # the run squares in the type of its sums
     names: Sequence[Mapping[str, str]]
     ties: Sequence[Mapping[str, int]]
-    returned: Sequence[Mapping[str, str]]
+    returned: Sequence[Container[str]]
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Torch's arithmetic for the replay: a micro-batch through a stage, its pull, and a step."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -338,7 +338,7 @@ class TorchModel:
     def __post_init__(self) -> None:
         self.noise = 0.0 if self.device.type == "cpu" else 1e-4
         self.names: Sequence[Mapping[str, str]] = names_in(self.modules)
-        self.returned: Sequence[Mapping[str, Any]] = [of.state_dict() for of in self.modules]
+        self.returned: Sequence[Container[str]] = [of.state_dict() for of in self.modules]
         floats = [p.dtype for p in nn.ModuleList(self.modules).parameters() if _is_float(p)]
         types = [self.options.autocast or torch.get_default_dtype()]
         if floats and not self.options.autocast:
