@@ -166,15 +166,21 @@ def _checked(meshes: Sequence[Any], rows: int) -> list[Mesh]:
     if overlap(meshes):
         raise ValueError(f"devices={meshes!r}: a device is in two of them; meshes must not overlap")
     for row, mesh in enumerate(meshes):
-        processes = sorted({device.process_index for device in mesh.devices.flat})
-        if len(processes) > 1:
-            raise ValueError(
-                f"mesh {row} has devices of processes {processes}: give every mesh devices of one "
-                "process"
-            )
+        process_of(mesh, row)
     # Axes that the user names: with explicit ones, every stage would have to say where its results
     # lie.
     return [Mesh(mesh.devices, mesh.axis_names) for mesh in meshes]
+
+
+def process_of(mesh: Mesh, row: int) -> int:
+    """The process that a row's devices belong to. ValueError if there are several."""
+    processes = sorted({device.process_index for device in mesh.devices.flat})
+    if len(processes) > 1:
+        raise ValueError(
+            f"mesh {row} has devices of processes {processes}: give every mesh devices of one "
+            "process"
+        )
+    return processes[0]
 
 
 def overlap(meshes: Sequence[Mesh]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from pipelab.jax.device import process_of
 from pipelab.jax.distributed import Distributed
 from pipelab.jax.jaxpr import Arrays
 from pipelab.pipeshard.arrays import PipeshardError
@@ -78,15 +79,10 @@ def processes_of(meshes: Sequence[Mesh]) -> list[int]:
 
     Raises PipeshardError for a mesh of several processes, or a process without a mesh.
     """
-    found = []
-    for row, mesh in enumerate(meshes):
-        processes = sorted({device.process_index for device in mesh.devices.flat})
-        if len(processes) > 1:
-            raise PipeshardError(
-                f"mesh {row} has devices of processes {processes}: give every mesh devices of one "
-                "process (ManualStages)"
-            )
-        found += processes
+    try:
+        found = [process_of(mesh, row) for row, mesh in enumerate(meshes)]
+    except ValueError as error:
+        raise PipeshardError(str(error)) from None
     me = jax.process_index()
     idle = {*range(jax.process_count())} - {*found}
     if {*found} != {me} and idle:
