@@ -116,4 +116,4 @@ def repeatable() -> Iterator[None]:
             torch.set_deterministic_debug_mode(before[1])
             cudnn.benchmark = before[2]
             if before[0] is None:
-                del os.environ[name]
+                os.environ.pop(name, None)  # another run may have put it back already
