@@ -82,6 +82,10 @@ PAIRS: list[tuple[list[Any], list[Any], bool, str]] = [
     ([LAYER, LAYER / 2], [LAYER, LAYER], False, "the second is half of what it should be"),
     ([-1e-4 * LAYER], [1e-4 * LAYER], False, "they are small, and negated"),
     ([LAYER, -1e-4 * LAYER], [LAYER, 1e-4 * LAYER], False, "the second, a small one, is negated"),
+    (
+        *([LAYER, -1e-8 * LAYER], [LAYER, 1e-8 * LAYER], False),
+        "the second, a tiny one beside a large one, is negated",
+    ),
     ([1e4 * LAYER], [1e4 * LAYER * np.float32(1 + 2e-7)], True, "large ones, off by rounding"),
     ([ZERO + np.float32(1e-8)], [ZERO], True, "an entry is 1e-8 for 0, beside a 1: rounding"),
     ([LAYER * 1.01], [LAYER], False, "they are off by 1 %"),

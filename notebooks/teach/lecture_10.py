@@ -53,7 +53,9 @@ def schedule_that_fits(answer: Any) -> Judged:
     if SAMPLES % microbatches:
         yield f"{SAMPLES} samples are not {microbatches} equal micro-batches."
     most, idle = max(table.peak_in_flight), simulate(table).bubble.of_total
-    need = HELD + most * OF_BATCH / microbatches
+    # A device's stages may be several smaller ones; copies of the model each have all weights.
+    size = OF_BATCH / table.microbatches * STAGES / table.model_stages
+    need = HELD * table.copies + most * size
     shown = f"{most} micro-batches in flight need {need:.0f} of {ROOM} MiB, and {idle:.0%} is idle"
     if need > ROOM or idle > 0.2:
         yield f"{shown}."

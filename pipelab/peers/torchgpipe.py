@@ -223,12 +223,14 @@ def _ending(j: int, forward: Callable) -> Callable:
             raise
         except BaseException as error:
             raise RunError(f"stage {j} of torchgpipe: {told(error)}", j) from error
-        leaves = output if isinstance(output, tuple) else [output]
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise ValueError(
-                f"the output of stage {j} is a {type(output).__name__}: torchgpipe passes on only "
-                "a tensor or a tuple of tensors"
-            )
+        is_tuple = isinstance(output, tuple)
+        for leaf in output if is_tuple else [output]:
+            if not isinstance(leaf, Tensor):
+                has = "has" if is_tuple else "is"
+                raise ValueError(
+                    f"the output of stage {j} {has} a {type(leaf).__name__}: torchgpipe passes on "
+                    "only a tensor or a tuple of tensors"
+                )
         return output
 
     return ended

@@ -34,6 +34,7 @@ Layers = Callable[[Graph, Variables, Variables], Sequence[int]]
 ALPAS = {
     "num_micro_batches": "Pipeshard(microbatches=...)",
     "layer_option": "Pipeshard(layers='manual' or auto.AutoLayers(n))",
+    "layer_num": "auto.AutoLayers(n=...)",
     "stage_option": "Pipeshard(stages='auto', 'uniform' or ManualStages(...))",
     "pipeline_schedule": "Pipeshard(schedule=...), one of pipelab.SCHEDULES",
     "default_auto_sharding_option": "ManualStages(sharding=...)",

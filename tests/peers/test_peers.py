@@ -230,11 +230,16 @@ def test_torchgpipe_says_which_outputs_it_does_not_pass():
         def forward(self, x):
             return {"x": super().forward(x)}
 
-    modules = [nn.Sequential(Naming(6, 6).double()), *stages(1)]
-    with pytest.raises(
-        ValueError, match=r"the output of stage 0 is a dict: torchgpipe passes on only a t"
-    ):
-        run_torchgpipe(modules, batches(1), F.mse_loss, SGD, chunks=2)
+    class Pairing(Naming):
+        def forward(self, x):
+            return x, super().forward(x)
+
+    for first, has in ((Naming, "is a dict"), (Pairing, "has a dict")):
+        modules = [nn.Sequential(first(6, 6).double()), *stages(1)]
+        with pytest.raises(
+            ValueError, match=f"the output of stage 0 {has}: torchgpipe passes on only a t"
+        ):
+            run_torchgpipe(modules, batches(1), F.mse_loss, SGD, chunks=2)
 
 
 def test_torchgpipes_stages_do_not_share_a_learning_rate():

@@ -1,6 +1,7 @@
 """Layers, stages and meshes that a program finds: oracles, brute force, equal to one device."""
 
 import ast
+import re
 import shelve
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from pipelab.pipeshard.auto import (
     sharded,
 )
 from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
+from pipelab.pipeshard.auto.cost_model import HOST
 from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.cut import mark
@@ -729,6 +731,9 @@ def test_times_can_be_measured():
     pipeline, state, batch = planned(small(), layers=2, measured=True)
     plan = pipeline.compile(state, batch).auto
     assert {p.source for p in plan.profiles} == {"measured"}
+    assert re.match(r"Plan on 2 x cpu: .* \(measured\)\n", str(plan))  # not the toy's speed
+    pipeline, state, batch = planned(small(), layers=2, measured=True, machine=None)
+    assert pipeline.compile(state, batch).auto.machine == HOST  # its memory is the limit
     assert all(0 < p.forward < 60 and 0 < p.backward < 60 for p in plan.profiles)
 
 
@@ -756,7 +761,8 @@ def test_the_plan_shows_itself(capsys):
     everything = {"layers": [[0, 1]], "meshes": [(2, 1)]}
     apart = {"layers": [[0], [1]], "meshes": [(1, 1), (1, 1)]}
     assert plan.seconds == min(plan.estimate(**everything), plan.estimate(**apart))
-    with pytest.raises(KeyError, match=r"\(0, 0\), \(3, 1\)"):
+    refused = r"^no profile of layers 0 to 0 on \(3, 1\): .* on \(1, 1\), \(2, 1\)$"
+    with pytest.raises(PipeshardError, match=refused):
         plan.estimate([[0], [1]], [(3, 1), (1, 1)])
 
 

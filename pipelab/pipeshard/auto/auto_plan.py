@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pipelab.optimize.plan.machine import Machine
+from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.auto.candidate import StageProfile
 from pipelab.pipeshard.method import ManualStages, Shape, as_table
 
@@ -53,11 +54,20 @@ class AutoPlan(ManualStages):
     def estimate(self, layers: Sequence[Sequence[int]], meshes: Sequence[Shape]) -> float:
         """Seconds of a train step with these stages on these meshes (data, model).
 
-        Raises KeyError for a stage that was not profiled.
+        Raises PipeshardError for a stage that was not profiled.
         """
         known = {(each.layers, each.logical): each.seconds for each in self.profiles}
-        pairs = zip(layers, meshes, strict=True)
-        times = [known[(stage[0], stage[-1]), tuple(mesh)] for stage, mesh in pairs]
+        stages = [
+            ((stage[0], stage[-1]), tuple(mesh)) for stage, mesh in zip(layers, meshes, strict=True)
+        ]
+        for (first, last), mesh in stages:
+            if ((first, last), mesh) not in known:
+                shapes = ", ".join(map(str, dict.fromkeys(shape for _, shape in known)))
+                raise PipeshardError(
+                    f"no profile of layers {first} to {last} on {mesh}: there is one of every run "
+                    f"of layers on {shapes}"
+                )
+        times = [known[stage] for stage in stages]
         return sum(times) + (self.microbatches - 1) * max(times)
 
     def rows(self) -> list[Row]:
@@ -66,7 +76,10 @@ class AutoPlan(ManualStages):
 
     def __str__(self) -> str:
         sources = dict.fromkeys(each.source for each in self.chosen)
-        where = f" on {len(np.ravel(self.cluster))} x {self.machine.name}" if self.machine else ""
+        name = self.machine.name if self.machine else ""
+        if "measured" in sources:  # whatever machine's memory is the limit
+            name = np.ravel(self.cluster)[0].device_kind
+        where = f" on {len(np.ravel(self.cluster))} x {name}" if name else ""
         title = (
             f"Plan{where}: {len(self.chosen)} stages of {self.possible} possible ones: "
             f"{1e3 * self.seconds:.4g} ms a step of {self.microbatches} micro-batches "

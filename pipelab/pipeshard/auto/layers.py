@@ -23,10 +23,11 @@ from pipelab.optimize.cut.intervals import split_intervals
 from pipelab.optimize.cut.splits import sums
 from pipelab.pipeshard.arrays import PipeshardError, bytes_of
 from pipelab.pipeshard.auto.flops import flops
+from pipelab.pipeshard.method import Keywords
 
 
 @dataclass(frozen=True)
-class AutoLayers:
+class AutoLayers(Keywords):
     """Finds the layers of a loss without marks; existing marks are ignored.
 
     n      layers

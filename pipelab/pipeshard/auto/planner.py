@@ -33,7 +33,8 @@ class AutoStages:
 
     machine   its memory is the limit, and its seconds are modelled: a `Machine`, or a name in
               MACHINES; "here" is the one with these devices (`auto.cost_model.machine_of`).
-              Default: "here"; on a CPU, "A100-80GB". The plan's first line names it
+              Default: "here"; for models on a CPU, "A100-80GB". The plan's first line names it,
+              or the devices that were measured
     measured  whether each possible stage is timed on the devices. Default: yes, except for host
               devices, which share the cores of a CPU, and for several processes, which would each
               measure and plan differently
@@ -65,9 +66,11 @@ class AutoStages:
                 "or 'zb_h1', or give ManualStages"
             )
         devices, hosts = self._devices(method.pool)
-        machine = self._machine(devices[0])
+        measured = self._measures(devices[0])
+        machine = self._machine(devices[0], measured)
         method.table_for(1, problem.trains)  # report a faulty schedule before the long search
-        profiles = self._profiles(problem, devices, hosts, machine)
+        how: Any = dict(measured=measured, operator=self.operator, memory=self.cache)
+        profiles = Profiles(problem, devices, hosts, machine, **how)
 
         # Micro-batches that a stage holds, by the number of stages from it to the last one.
         @cache
@@ -103,11 +106,17 @@ class AutoStages:
             cluster=np.array(devices).reshape(hosts, -1),
         )
 
-    def _machine(self, device: Any) -> Machine:
+    def _measures(self, device: Any) -> bool:
+        """Whether to measure; host devices share the cores of a CPU, and processes would differ."""
+        if self.measured is not None:
+            return self.measured
+        return device.platform != "cpu" and jax.process_count() == 1
+
+    def _machine(self, device: Any, measured: bool) -> Machine:
         """The machine to plan for."""
         machine = self.machine
         if machine is None:
-            machine = "A100-80GB" if device.platform == "cpu" else "here"
+            machine = "A100-80GB" if device.platform == "cpu" and not measured else "here"
         if isinstance(machine, Machine):
             return machine
         if machine != "here" and machine not in MACHINES:
@@ -128,15 +137,6 @@ class AutoStages:
                 "one, and a power of two on several hosts"
             )
         return devices, hosts
-
-    def _profiles(
-        self, problem: StageProblem, devices: list[Any], hosts: int, machine: Machine
-    ) -> Profiles:
-        measured = self.measured
-        if measured is None:  # host devices share the cores of a CPU; processes would differ
-            measured = devices[0].platform != "cpu" and jax.process_count() == 1
-        how: Any = dict(measured=measured, operator=self.operator, memory=self.cache)
-        return Profiles(problem, devices, hosts, machine, **how)
 
 
 def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> list[Any]:

@@ -77,6 +77,9 @@ ANSWERS = {
             "    abs(a - b).max() <= 5e-3 * abs(b).max() for a, b in zip(found, wanted))": "by 0.1 %",
             "answer = lambda found, wanted: not any(\n"
             "    (abs(a - b) > 1e-5 * abs(b).max()).any() for a, b in zip(found, wanted))": "are NaN",
+            "answer = lambda found, wanted: (\n"
+            "    max(abs(a - b).max() for a, b in zip(found, wanted))\n"
+            "    <= 1e-5 * max(abs(b).max() for b in wanted))": "a tiny one beside a large one",
             "answer = lambda found, wanted: all(\n"
             "    (a == b).all() for a, b in zip(found, wanted))": "by rounding alone",
             "answer = 1": "is not a function",

@@ -41,11 +41,18 @@ ANSWERS = {
         },
     },
     "10-3": {
-        "right": ["answer = ('pipedream_flush', 32)", "answer = ['pipedream_flush', 64]"],
+        "right": [
+            "answer = ('pipedream_flush', 32)",
+            "answer = ['pipedream_flush', 64]",
+            "answer = ('v_half', 16)",  # six in flight, of eight stages of half the size
+            "answer = ('seq1f1b', 16)",  # five in flight, of slices of half the size
+        ],
         "wrong": {
             "answer = ('gpipe', 16)": "16 micro-batches in flight need 1900 of 800",
             "answer = ('pipedream_flush', 8)": "need 1100 of 800",
             "answer = ('inter_layer', 16)": "75% is idle",
+            "answer = ('v_half', 4)": "need 1500 of 800",  # 300 + 6 x 400 / 2
+            "answer = ('chimera', 16)": "need 1000 of 800",  # each device has two copies
             "answer = ('pipedream', 16)": "has no flush",
             "answer = ('pipedream_2bw', 16)": "has no flush",
             "answer = ('pipedream_flush', 24)": "not 24 equal micro-batches",
