@@ -36,7 +36,7 @@ fuzz: .venv/.ready  ## 10,000 random tables through the executor, and 1,000 rand
 	PIPELAB_FUZZ=10000 $(BIN)/pytest tests/runtime/test_run.py -k random_tables
 	$(BIN)/python -m tests.runtime.verdict.fuzz 1000
 
-mutants: .venv/.ready  ## one wrong token at a time in table/, predict/, bounds and faults: do their own tests see it?
+mutants: .venv/.ready  ## one wrong token at a time in table/, predict/ and bounds: do their own tests see it?
 	$(BIN)/python tests/house/mutants.py
 
 notebooks: .venv/.ready  ## run the lectures and store their outputs

@@ -14,7 +14,6 @@ import numpy as np
 
 from measure import main, page, paragraph, table
 from pipelab import Recompute
-from pipelab.optimize.faults import Faults, cost_of_faults
 from pipelab.optimize.plan import (
     MACHINES,
     MODELS,
@@ -26,7 +25,6 @@ from pipelab.optimize.plan import (
     Transformer,
     estimate,
     find_plan,
-    table_for,
 )
 
 A100, H100 = MACHINES["A100-80GB"], MACHINES["H100-80GB"]
@@ -323,8 +321,8 @@ def of_errors(errors: Sequence[float]) -> str:
     return f"median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}"
 
 
-def report(repeats: int) -> str:
-    """Published runs beside what the planner predicts, as a Markdown page; `repeats` of faults."""
+def report() -> str:
+    """Published runs beside what the planner predicts, as a Markdown page."""
     began = time.perf_counter()
     plans = [row.predicted() for row in ROWS]
     pairs = list(zip(ROWS, plans, strict=True))
@@ -357,14 +355,6 @@ def report(repeats: int) -> str:
             "micro-batches: the row of 8,192 GPUs is the one at its limit."
         ),
         _doubled(),
-        "## Faults",
-        paragraph(
-            "175B on 1,024 A100, t = 8, p = 8, 16 replicas, a batch of 1,024: what the step gains "
-            "if one of the 128 groups takes 1.1 times as long, by 2 % of jitter, by it drawn anew "
-            "(A/A), by both, and by a failure every three hours with checkpoints of a minute and "
-            "restarts of five. Medians and ranges of five simulations (`pipelab.optimize.faults`)."
-        ),
-        _faults(repeats),
         "## What the planner would choose",
         paragraph(
             "For the same model, GPUs, batch and means (recomputation, kernels, messages as in the "
@@ -516,30 +506,6 @@ def _doubled() -> str:
     return table(("model", "recomputed", "tokens", "GB", "GB with twice the micro-batch"), lines)
 
 
-def _faults(repeats: int) -> str:
-    lines = []
-    faults = Faults(slow=1.1, jitter=0.02, between=3 * 3600)
-    for name, v in (
-        *(("pipedream_flush", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 6)),
-        *(("zb_h1", 1), ("v_half", 2), ("v_min", 2), ("dualpipe_v", 2)),
-    ):
-        problem = Problem(GPT175, A100, 1024, 1024, tensor=(8,), schedules=(name,))
-        each = [96 // 8 // v] * (8 * v)
-        balance = (each[0] + 1, *each[1:-1], each[-1] + 1)
-        choice = TrainingChoice(name, 8, 16, v, 1, 64, Recompute.NEVER, balance, 8, "full")
-        costs = problem.costs(choice)
-        at = table_for(choice, costs), costs, faults
-        found = cost_of_faults(*at, replicas=16, repeats=repeats)
-        shown = (
-            f"{statistics.median(of):.1%} ({min(of):.1%} to {max(of):.1%})" for of in found.values()
-        )
-        step = f"{estimate(problem, choice).step:.2f}"
-        lines.append((name + f", v = {v}" * (name == "interleaved"), step, *shown))
-    return table(
-        ("schedule", "step (s)", "slow device", "jitter", "A/A", "both", "failures"), lines
-    )
-
-
 CHOSEN = ("7.5B", "39.1B", "145.6B", "22B", "175B", "BLOOM", "GPT-NeoX-20B", "405B")
 
 
@@ -557,4 +523,4 @@ def _chosen() -> str:
 
 
 if __name__ == "__main__":
-    main(report, "published.md", repeats=5)
+    main(report, "published.md")

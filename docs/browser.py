@@ -28,7 +28,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 from pipelab.editor.puzzle import LEVELS
-from pipelab.predict import palette
+from pipelab.show import palette
 from pipelab.widgets.explorer import SIZES
 
 ROOT = Path(__file__).parents[1]
@@ -116,7 +116,7 @@ def finish(app: Sphinx, failed: Exception | None) -> None:
 def made() -> str:
     """A word for what draws widgets: pictures that a browser kept are of the same."""
     word = hashlib.sha256()
-    for room in ("widgets", "editor", "predict", "schedules", "table"):
+    for room in ("widgets", "editor", "predict", "show", "schedules", "table"):
         for file in sorted((ROOT / "pipelab" / room).rglob("*.[pjc][ys]*")):
             word.update(file.read_bytes())
     return word.hexdigest()[:12]

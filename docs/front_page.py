@@ -9,7 +9,7 @@ from sphinx.application import Sphinx
 
 import pipelab.editor
 from pipelab.editor.puzzle import LEVELS, Level, task_data
-from pipelab.predict import palette
+from pipelab.show import palette
 
 HERE = Path(__file__).parent / "front"
 RULES = Path(pipelab.editor.__file__).with_name("rules.js")

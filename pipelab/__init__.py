@@ -7,7 +7,7 @@
 `pipelab.run` and `pipelab.plot` load torch and matplotlib when they are first used.
 """
 
-from pipelab.runtime import interrupt  # isort: skip (the first one: see there)
+from pipelab.show import interrupt  # isort: skip (the first one: see there)
 from importlib import import_module
 from typing import Any
 

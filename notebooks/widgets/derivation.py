@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 
 from pipelab.plot import style
 from pipelab.plot.timeline import bar
-from pipelab.predict import palette
 from pipelab.predict.timeline import Timeline
+from pipelab.show import palette
 from pipelab.table.timing import Span
 from pipelab.widgets.assets import read_assets
 from pipelab.widgets.drawing import boxes
@@ -88,7 +88,7 @@ class Derivation(anywidget.AnyWidget):
         names, on = [*timelines], next(iter(timelines))
         drawing, told = boxes([*timelines.values()]), []
         for (name, t), drawn in zip(timelines.items(), drawing["timelines"], strict=True):
-            drawn |= {"name": name, "lighter": palette.lighter([t])}
+            drawn |= {"name": name, "lighter": palette.lighter([t.schedule])}
         self.on: list[Timeline] = []  # of each step
         self.boxes: list[list[int]] = []  # the numbers of those lit
         self.gaps: list[list[Gap]] = []

@@ -24,7 +24,7 @@ from pipelab.cli.renamed import renamed
 from pipelab.cli.report import FailedVerdict
 from pipelab.cli.runs import diagnose, run, train
 from pipelab.cli.schedules import export, simulate, validate
-from pipelab.runtime import interrupt
+from pipelab.show import interrupt
 
 COMMANDS: dict[str, Command] = {
     each.name: each

@@ -18,8 +18,8 @@ from pipelab.cli.report import GAP, FailedVerdict, as_json, gap_text
 from pipelab.optimize.cut import split_layers
 from pipelab.optimize.order import gap
 from pipelab.predict.timeline import Timeline
-from pipelab.runtime.bar import Bar
 from pipelab.schedules import make_all, make_for
+from pipelab.show.bar import Bar
 
 
 def compared(schedule: Schedule, costs: Costs, runs: Sequence[Any] = ()) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""A plan's best choice: the commands that start it, and what faults add to it."""
+"""A plan's best choice: the commands that start it."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from statistics import median
 
-from pipelab.optimize.faults import Faults, cost_of_faults
-from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Estimate, Transformer, table_for
+from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Estimate, Transformer
+from pipelab.optimize.plan.choice_costs import lengths_of
 from pipelab.schedules import takes
 
 TITAN_KEEP = dict(zip(KEEP, ("none", "selective", "full"), strict=True))
@@ -19,7 +18,7 @@ def start_lines(answer: Answer) -> list[str]:
     virtual = f" --virtual {choice.virtual}" if takes(choice.schedule, "virtual") else ""
     name = choice.schedule + (f",longest={choice.longest}" if choice.longest > 1 else "")
     if choice.slices > 1:
-        name += f",slices={','.join(f'{1000 * x:.0f}' for x in best.problem.lengths(choice))}"
+        name += f",slices={','.join(f'{1000 * x:.0f}' for x in lengths_of(best.problem, choice))}"
     name += ",overlap=yes" if best.problem.pairs and choice.schedule == "dualpipe_v" else ""
     table = f"{name} --devices {p} --microbatches {choice.microbatches}{virtual}"
     table += f" --memory {choice.room:g}" if choice.room else ""
@@ -78,29 +77,3 @@ def _titan(best: Estimate, table: str) -> list[str]:
         f"{choice.microbatch} --out hand-over",
         f"torchrun ... -m torchtitan.train ... $(cat hand-over/options.txt) {words}",
     ]
-
-
-def faults_of(found: Estimate, faults: Faults) -> dict[str, list[float]]:
-    """The share that each cause adds to the step."""
-    costs = found.problem.costs(found.choice)
-    table = table_for(found.choice, costs)
-    return cost_of_faults(table, costs, faults, replicas=found.choice.replicas)
-
-
-def faults_text(answer: Answer, faults: Faults) -> str:
-    """What faults add to the step: for the best plan, and the best with every other schedule."""
-    best_with = {answer.best.choice.schedule: answer.best}
-    for runner in answer.runners_up:
-        if runner.decision == "schedule":
-            best_with[runner.estimate.choice.schedule] = runner.estimate
-    lines = ["faults add to the step (median, least to most of 5; a/a: the same jitter anew):"]
-    for name, found in best_with.items():
-        if name in ASYNCHRONOUS:
-            continue
-        added = faults_of(found, faults)
-        parts = [
-            f"{cause} {median(of):.1%} ({min(of):.1%} to {max(of):.1%})"
-            for cause, of in added.items()
-        ]
-        lines.append(f"  {name}: {', '.join(parts)}")
-    return "\n".join(lines)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import pipelab
 from pipelab.cli.files import check_targets, read_profile, write_figure, write_text
-from pipelab.cli.jobs import faults_of, faults_text, start_lines
+from pipelab.cli.jobs import start_lines
 from pipelab.cli.options import (
     UNIT,
     Count,
@@ -30,7 +30,6 @@ from pipelab.cli.parser import command
 from pipelab.cli.report import show
 from pipelab.optimize import order
 from pipelab.optimize.cut import METHODS, Profile, pipedream, split_layers
-from pipelab.optimize.faults import Faults
 from pipelab.optimize.plan import (
     ASYNCHRONOUS,
     FLUSH,
@@ -48,7 +47,6 @@ SIZES |= {"gated": yes_or_no, "shared": some, "dense": counts, "latent": counts,
 MACHINE: dict[str, Read] = {field.name: number for field in fields(Machine)} | {"node": count}
 del MACHINE["name"], MACHINE["fitted"]
 NOTHING: Mapping[str, Any] = {}
-FAULTS: dict[str, Read] = {field.name: number for field in fields(Faults)}
 TRAINING: dict[str, Read] = {
     "tensor": counts,
     "context": counts,
@@ -150,7 +148,6 @@ def plan(
     model: Annotated[Any, model],
     machine: Annotated[Any, machine],
     training: Annotated[Any, only(TRAINING)] = NOTHING,
-    faults: Annotated[Any, only(FAULTS)] = NOTHING,
     split: bool = False,
     asynchronous: bool = False,
     json: bool = False,
@@ -165,8 +162,6 @@ def plan(
     training NAME=X,...  devices that may share a layer: tensor=1,2,4, a sequence: context, experts:
         expert; slices=2,4 of sequences; zero=0, 1 or 3; optimizer: bytes per byte of weights; yes
         or no: flash sequence overlap (all-reduces) pairs (experts' messages) blocking
-    faults NAME=X,...  what they cost: jitter=0.02 (of an action), slow=2 (one device),
-        between=10800 (seconds between failures), write, restart
     split  also with split backwards: {splits}
     asynchronous  also schedules with several weight versions
     """
@@ -181,15 +176,12 @@ def plan(
         schedules=tuple(schedules),
         **training,
     )
-    own = Faults(**faults)
     answer = find_plan(problem)
     start = start_lines(answer)
     if json:
-        added = {"faults": faults_of(answer.best, own)} if faults else {}
-        print(dumps({**answer.to_json(), "start": start, **added}))
+        print(dumps({**answer.to_json(), "start": start}))
         return
-    more = [faults_text(answer, own)] if faults else []
-    print(answer, *more, "start it, on a small GPT-2 with these stages:", sep="\n")
+    print(answer, "start it, on a small GPT-2 with these stages:", sep="\n")
     print(*(f"  {line}" for line in start), sep="\n")
 
 

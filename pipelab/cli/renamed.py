@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from pipelab.cli.options import COSTS, TABLE, written
 from pipelab.cli.parser import Command
-from pipelab.cli.plans import FAULTS, MACHINE, SIZES, TRAINING
+from pipelab.cli.plans import MACHINE, SIZES, TRAINING
 
 COMMANDS = {
     "schedule": "validate",
@@ -14,7 +14,6 @@ COMMANDS = {
 }
 NOW = {"--costs ": COSTS, "NAME,": TABLE}
 NOW_IN_PLANS = {"--machine ": MACHINE, "--model ": SIZES, "--training ": TRAINING}
-NOW_IN_PLANS |= {"--faults ": FAULTS}
 
 
 def renamed(command: Command, words: Sequence[str]) -> str | None:

@@ -19,8 +19,8 @@ from pipelab.editor.puzzle import (
 )
 from pipelab.editor.puzzle.link import task_of
 from pipelab.editor.puzzle.recognise import gap_reasons
-from pipelab.predict import palette
 from pipelab.predict.timeline import Timeline
+from pipelab.show import palette
 from pipelab.table.action import Action, Kind
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from statistics import stdev
 from pipelab.measure.fit import fit_seconds, late_starts
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import delays, durations, lay, links, waits
-from pipelab.predict.timeline import SECONDS, Timeline, scale_of
+from pipelab.predict.timeline import Timeline
+from pipelab.show.units import SECONDS, scale_of
 from pipelab.table.validate import check_type
 
 

@@ -16,8 +16,8 @@ from pipelab.jax.device import AXES, overlap
 from pipelab.jax.jaxpr import Graph, Variables, variables
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
-from pipelab.runtime.bar import Bar
 from pipelab.schedules import SCHEDULES, make
+from pipelab.show.bar import Bar
 from pipelab.table.action import Kind, Reads
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import forward_only

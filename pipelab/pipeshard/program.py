@@ -36,7 +36,7 @@ from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_piece
 from pipelab.pipeshard.unreduced import Shard, shard_of
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.predict.simulate import simulate
-from pipelab.runtime.bar import Bar
+from pipelab.show.bar import Bar
 from pipelab.table.action import Action
 from pipelab.table.schedule import Schedule
 

@@ -8,14 +8,14 @@ from matplotlib.axes import Axes
 from pipelab.plot import style
 from pipelab.plot.timeline import LANE
 from pipelab.predict.memory import MEMORY_CAUSES, Memory
-from pipelab.predict.timeline import scale_of
+from pipelab.show.units import BYTES, scale_of
 
 
 def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
     """Bytes over time on one device, stacked by cause; the dashed line is the peak."""
     ax = style.axes(ax, height=2.6)
     times, levels = m.over_time(device)
-    factor, unit = scale_of(m.peak()[device], style.BYTES)
+    factor, unit = scale_of(m.peak()[device], BYTES)
     top = m.peak()[device] / factor
     shown = [cause for cause, level in levels.items() if any(level)]
     if shown:
@@ -42,7 +42,7 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
     every = 1 + devices // 12  # of many bars, only every second, third, ... is named
     ax = style.axes(ax, 7, 0.8 + 0.15 * len(items) * (devices // every + 2))
     largest = max(max(m.peak()) for m in items.values())
-    factor, unit = scale_of(largest, style.BYTES)
+    factor, unit = scale_of(largest, BYTES)
     thick = LANE / devices
     named: dict[str, Any] = {}
     for row, m in enumerate(items.values()):

@@ -12,10 +12,9 @@ from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from pipelab.predict import palette
-from pipelab.predict.palette import (  # noqa: F401 (for the other plots)
+from pipelab.show import palette
+from pipelab.show.palette import (  # noqa: F401 (for the other plots)
     BLUE,
-    BYTES,
     GREEN,
     GREY,
     KINDS,

@@ -13,8 +13,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from pipelab.plot import style
 from pipelab.plot.style import RGB, Colour
-from pipelab.predict.palette import kinds_of, lighter
-from pipelab.predict.timeline import SECONDS, Timeline, scale_of
+from pipelab.predict.timeline import Timeline
+from pipelab.show.palette import kinds_of, lighter
+from pipelab.show.units import SECONDS, scale_of
 from pipelab.table.action import Kind
 from pipelab.table.timing import Span
 
@@ -150,8 +151,9 @@ def _draw(
 
 
 def _kind_legend(items: Collection[Timeline]) -> list[Artist]:
-    handles = [_handle(kind, items) for kind in kinds_of(items)]
-    if words := lighter(items):
+    schedules = [t.schedule for t in items]
+    handles = [_handle(kind, items) for kind in kinds_of(schedules)]
+    if words := lighter(schedules):
         handles.append(Patch(color=style.lighter(style.KINDS[Kind.F], 0.55), label=words))
     handles.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
     return handles

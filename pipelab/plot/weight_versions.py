@@ -7,7 +7,8 @@ from matplotlib.axes import Axes
 from pipelab.plot import style
 from pipelab.plot.style import Colour
 from pipelab.plot.timeline import LANE, bar, idle, points_per_unit, spans
-from pipelab.predict.timeline import Timeline, plural
+from pipelab.predict.timeline import Timeline
+from pipelab.show.units import plural
 from pipelab.table.action import Kind
 
 LEGIBLE = 4.0  # points

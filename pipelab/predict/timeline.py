@@ -7,11 +7,10 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from pipelab.predict.attribution import Cause, attribution
+from pipelab.show.units import plural
 from pipelab.table.action import Kind
 from pipelab.table.schedule import Schedule
 from pipelab.table.timing import Span
-
-SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 class Parts(NamedTuple):
@@ -250,14 +249,3 @@ class Timeline:
     def input_arrival(self) -> list[float]:
         """`Schedule.arrivals` of these spans."""
         return self.schedule.arrivals(self.spans)
-
-
-def scale_of(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
-    """The largest unit that `largest` reaches, as (factor, name)."""
-    return next(((f, name) for f, name in units if largest >= f), units[-1])
-
-
-def plural(count: int, noun: str) -> str:
-    """A count and its noun: 1 batch, 2 batches, 2 stages."""
-    ending = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{ending if count > 1 else ''}"

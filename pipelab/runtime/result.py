@@ -19,8 +19,8 @@ from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Bytes, Outcome, Record, Update, by_stage
-from pipelab.runtime.prepare import Work
 from pipelab.runtime.verdict.check import Check
+from pipelab.runtime.work import Work
 from pipelab.table.schedule import Schedule
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pipelab.predict.costs import Costs, Recomputed, recompute_of
 from pipelab.runtime.options import Options
-from pipelab.runtime.prepare import Work
 from pipelab.runtime.result import Run
 from pipelab.runtime.session import Session
 from pipelab.runtime.wings import wing_of
+from pipelab.runtime.work import Work
 from pipelab.table.schedule import Schedule
 
 Batches = Sequence[tuple[Any, Any]]

@@ -20,7 +20,6 @@ from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Outcome, Step, by_stage
 from pipelab.runtime.prepare import (
-    Work,
     check_table,
     find_partners,
     microbatches_of,
@@ -33,6 +32,7 @@ from pipelab.runtime.verdict.check import Check
 from pipelab.runtime.verdict.replay import Model
 from pipelab.runtime.verdict.trained import Trained
 from pipelab.runtime.verdict.verdict import verdict_of
+from pipelab.runtime.work import Work
 from pipelab.runtime.worker import Job, RunError, told
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import validate

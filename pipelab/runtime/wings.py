@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pipelab.runtime.interrupt import imports_whole
+from pipelab.show.interrupt import imports_whole
 
 if TYPE_CHECKING:
     from pipelab.runtime.session import Wing

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import ceil
 
-from pipelab.runtime.prepare import Work
+from pipelab.runtime.work import Work
 from pipelab.schedules import SCHEDULES, make
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule

@@ -13,16 +13,16 @@ from typing import Any
 
 from pipelab.predict.costs import Recomputed, recompute_of
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
-from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Update, by_stage
-from pipelab.runtime.prepare import Work
 from pipelab.runtime.result import norms_and_rates
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
 from pipelab.runtime.threads import LOOKS, Looked
 from pipelab.runtime.wings import wing_of
+from pipelab.runtime.work import Work
 from pipelab.runtime.worker import RunError, told
+from pipelab.show.interrupt import Noted
 from pipelab.table.schedule import Schedule
 from pipelab.training.endless import Endless
 from pipelab.training.evaluation import Evaluation

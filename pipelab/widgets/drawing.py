@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from operator import add
 from typing import Any
 
-from pipelab.predict import palette
 from pipelab.predict.memory import MEMORY_CAUSES, Memory
-from pipelab.predict.timeline import Timeline, scale_of
+from pipelab.predict.timeline import Timeline
+from pipelab.show import palette
+from pipelab.show.units import BYTES, scale_of
 from pipelab.table.action import COMPUTE, HOST, Kind
 from pipelab.widgets import SHARES
 
@@ -52,13 +53,14 @@ def drawing(items: Sequence[Shown]) -> dict[str, Any]:
 
 def boxes(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Timelines on one axis, and their legend."""
+    schedules = [t.schedule for t in timelines]
     return {
         "end": max(t.makespan for t in timelines),
         "timelines": [*map(_timeline, timelines)],
         "letters": [kind.name for kind in Kind],
         "names": [palette.NAMES.get(kind, "") for kind in Kind],
-        "legend": palette.legend(palette.kinds_of(timelines)),
-        "lighter": palette.lighter(timelines),
+        "legend": palette.legend(palette.kinds_of(schedules)),
+        "lighter": palette.lighter(schedules),
     }
 
 
@@ -72,7 +74,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     cause   what it waited for last, its input's source or the action before it in the row: the
             index of that action, BOTH, or -1
     """
-    s, chunks = t.schedule, palette.chunks_of(t)
+    s, chunks = t.schedule, palette.chunks_of(t.schedule)
     rounding = 1e-9 * t.makespan
     source, taker, before = (
         [-1 if i is None else i for i in around] for around in (s.inputs, s.takers, t.before)
@@ -165,5 +167,5 @@ def per_device(values: Sequence[int]) -> str:
 
 
 def _bytes(value: float) -> str:
-    factor, unit = scale_of(value, palette.BYTES)
+    factor, unit = scale_of(value, BYTES)
     return f"{value / factor:.4g} {unit}" if factor > 1 else f"{value:.4g}"

@@ -300,7 +300,6 @@ def test_a_run_s_trace_is_diagnosed(capsys, tmp_path):
         ("plan --layers 96 --devices 4", "--layers 96 is now --model layers=96"),
         ("plan --flops 1e12", "--flops 1e12 is now --machine flops=1e12"),
         ("plan --tensor 1,2", "--tensor 1,2 is now --training tensor=1,2"),
-        ("plan --jitter 0.02", "--jitter 0.02 is now --faults jitter=0.02"),
         ("plan --devices 4 --samples 8", "--samples 8 is now --model samples=8"),
     ],
 )

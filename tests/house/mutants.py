@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EFFECT = Path(__file__).with_name("mutants_without_effect.txt")
-ROOMS = ("table", "predict", "optimize/bounds", "optimize/faults")
+ROOMS = ("table", "predict", "optimize/bounds")
 LEAST = 0.95
 PROCESSES = 2
 EXAMPLES = 40  # of a property, in each mutant

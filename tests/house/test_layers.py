@@ -14,11 +14,11 @@ import pipelab
 ROOT = Path(pipelab.__file__).parent
 
 # From the ground up. A room imports what stands before it, and what its own folder holds.
-SMALL = ["table", "schedules", "predict", "runtime", "plot", "widgets"]
+SMALL = ["table", "schedules", "show", "predict", "runtime", "plot", "widgets"]
 UPPER = ["training", "editor", "models", "measure", "optimize", "peers", "jax", "pipeshard", "cli"]
 ROOMS = [*SMALL, *UPPER]
 USERS = ("cli",)  # they may import the package itself, as users do
-GROUND = ("table", "schedules", "predict")  # plain Python
+GROUND = ("table", "schedules", "show", "predict")  # plain Python
 
 TORCH, JAX = {"torch", "safetensors"}, {"jax", "flax", "optax"}
 

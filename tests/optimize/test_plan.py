@@ -28,9 +28,10 @@ from pipelab.optimize.plan import (
     estimate,
     find_plan,
 )
+from pipelab.optimize.plan.choice_costs import costs_of, sizes_of_stages
 from pipelab.optimize.plan.enumerate import Enumeration
 from pipelab.optimize.plan.limits import least_bytes, least_seconds
-from pipelab.runtime.bar import Bar
+from pipelab.show.bar import Bar
 from tests.conftest import examples
 
 GPT3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
@@ -199,7 +200,7 @@ def test_no_simulation_beats_the_bounds_and_the_parts_add_up(problem):
     choices = choices_of(problem)
     least = Enumeration(problem).least  # whatever the cut
     for choice in choices[::2]:  # three modes of recomputation stand side by side
-        result, sizes = estimate(problem, choice), problem.of_stages(choice)
+        result, sizes = estimate(problem, choice), sizes_of_stages(problem, choice)
         bound = least_seconds(choice, sizes)
         assert result.step >= bound * (1 - 1e-9)
         assert result.memory >= least_bytes(choice, sizes) * (1 - 1e-9)
@@ -220,7 +221,7 @@ def equal_layers(count, machine=None, **sizes):
 def test_the_bounds_are_exact_for_equal_stages():
     problem = equal_layers(8, devices=4, batch=8)
     for choice in problem.choices():
-        result, sizes = estimate(problem, choice), problem.of_stages(choice)
+        result, sizes = estimate(problem, choice), sizes_of_stages(problem, choice)
         if len(set(choice.balance)) > 1 or choice.microbatches % choice.pipeline:
             continue
         if choice.recompute is not Recompute.EXCEPT_LAST:
@@ -255,8 +256,8 @@ def test_a_table_is_searched_for_that_fits(name, chunks):
     # a weight and a gradient, and the activations of a micro-batch, of each chunk
     best, less = within(6 * chunks), within(5 * chunks)
     assert (best.choice.room, less.choice.room) == (None, 3)
-    table = make(name, 4, 8, costs=problem.costs(less.choice), memory=3)
-    assert less.step == simulate(table, problem.costs(less.choice)).makespan > best.step
+    table = make(name, 4, 8, costs=costs_of(problem, less.choice), memory=3)
+    assert less.step == simulate(table, costs_of(problem, less.choice)).makespan > best.step
     assert less.memory <= 5 * chunks < best.memory and sum(less.parts.values()) == less.step
     assert " memory=3 " in str(less.choice)
     assert start_lines(SimpleNamespace(problem=problem, best=less))[1].count(" --memory 3 ") == 1
@@ -354,7 +355,7 @@ def test_state_is_18_bytes_a_parameter_and_16_as_zero_counts():
     tiny = Transformer(layers=2, hidden=64, heads=2, sequence=16, vocabulary=100)
     for optimizer, each in ((None, 18), (6.0, 16)):
         problem = Problem(tiny, A100, devices=1, batch=1, optimizer=optimizer)
-        costs = problem.costs(next(problem.choices()))
+        costs = costs_of(problem, next(problem.choices()))
         state = 2 * sum(costs.weights) + sum(costs.optimizer)
         assert state == pytest.approx(each * (tiny.parameters + 64 * 100))
 
@@ -373,7 +374,7 @@ def test_tensor_parallelism_by_hand():
     assert apart.forward == pytest.approx(products + scores + 2 * (2 * 3 * 4) / 1)
     # Between nodes both of them send: half of the boundary each.
     problem = Problem(model, machine, devices=4, batch=1, tensor=(2,))
-    costs = {choice.pipeline: problem.costs(choice) for choice in problem.choices()}
+    costs = {choice.pipeline: costs_of(problem, choice) for choice in problem.choices()}
     assert costs[2].bandwidth == 2 * 1.0
     assert costs[2].boundary == (0, 2 * 3 * 4)
 
@@ -404,7 +405,7 @@ def test_an_asynchronous_step_with_slow_links_is_that_of_a_long_run():
     machine = Machine("far", 1, math.inf, math.inf, latency=4)
     problem = Problem(model, machine, devices=3, batch=4, schedules=("pipedream",))
     for found in only(problem, pipeline=3, recompute=Recompute.NEVER):
-        choice, costs = found.choice, problem.costs(found.choice)
+        choice, costs = found.choice, costs_of(problem, found.choice)
         times = [
             simulate(make("pipedream", 3, choice.microbatches, batches=batches), costs).makespan
             for batches in (100, 200)

@@ -34,6 +34,7 @@ from pipelab.optimize.plan import (
     makespan,
     table_for,
 )
+from pipelab.optimize.plan.choice_costs import costs_of, lengths_of, sizes_of_stages
 from pipelab.optimize.plan.enumerate import Enumeration
 from pipelab.optimize.plan.repeat import IN_ROUNDS, _period
 from pipelab.predict.costs import Recompute
@@ -70,7 +71,7 @@ def test_zero_shares_out_state():
     for zero, each in ((0, 18), (1, 6 + 12 / 4), (3, 18 / 4)):
         problem = Problem(TINY, A100, devices=4, batch=4, zero=zero)
         choice = next(c for c in problem.choices() if c.pipeline == 1)
-        costs = problem.costs(choice)
+        costs = costs_of(problem, choice)
         (held,) = (2 * w + o for w, o in zip(costs.weights, costs.optimizer, strict=True))
         gathered = 2 * max(problem.profile().of("weights")) if zero == 3 else 0
         assert held == pytest.approx(each * parameters + gathered)
@@ -194,7 +195,7 @@ def test_gradients_are_summed_as_they_are_kept():
         for zero, count in zip((0, 1, 3), passes, strict=True):
             problem = Problem(TINY, machine, 4, 4, zero=zero, optimizer=optimizer)
             choice = next(c for c in problem.choices() if c.pipeline == 1)
-            assert problem.costs(choice).update[0] == pytest.approx(count * pass_of)
+            assert costs_of(problem, choice).update[0] == pytest.approx(count * pass_of)
 
 
 def test_an_overlapped_sum_leaves_a_devices_last_layer():
@@ -205,7 +206,7 @@ def test_an_overlapped_sum_leaves_a_devices_last_layer():
     for v in (1, 2):
         cut = {"pipeline": 2, "virtual": v, "balance": (8 // v,) * (2 * v)}
         choice = next(c for c in problem.choices() if cut.items() <= c._asdict().items())
-        seconds = problem.of_stages(choice)["update"][0] * v
+        seconds = sizes_of_stages(problem, choice)["update"][0] * v
         assert seconds == pytest.approx(8.0)  # two devices exchange a layer's
 
 
@@ -239,7 +240,7 @@ def test_deepseeks_pairs_hide_its_messages():
     paired = estimate(replace(problem, pairs=True), layout)
     assert apart.step > 1.7 * 19.9 and 19.9 < paired.step < 1.25 * 19.9
     assert paired.gap >= 0 and sum(paired.parts.values()) == pytest.approx(paired.step)
-    stages = replace(problem, pairs=True).of_stages(layout)
+    stages = sizes_of_stages(replace(problem, pairs=True), layout)
     both = stages["forward"] + stages["input_grad"] + stages["weight_grad"]
     assert (stages["together"] <= both).all() and (stages["together"] >= both / 2).all()
 
@@ -268,7 +269,7 @@ def test_slices_train_long_sequences_without_recomputation():
     (lengths,) = re.findall(r",slices=([\d,]+) ", job)
     shares = [int(x) / 1000 for x in lengths.split(",")]
     assert shares == pytest.approx(best.best.to_json()["lengths"], abs=1e-3)
-    costs = problem.costs(best.best.choice)
+    costs = costs_of(problem, best.best.choice)
     made = replace(make("seq1f1b", 4, 16, slices=4), slices=tuple(shares))
     assert simulate(made, costs).makespan == pytest.approx(best.best.step, rel=2e-3)
 
@@ -286,8 +287,8 @@ def test_one_device_may_slice_what_it_computes_again():
     whole = replace(problem, schedules=("pipedream_flush",), slices=(1,))
     cut, plain = (Enumeration(each).smallest() for each in (problem, whole))
     assert cut.choice.slices == 16 and cut.memory < 0.7 * plain.memory
-    longest = problem.lengths(cut.choice)[0]
-    assert longest > 1 / 16 and len(problem.lengths(plain.choice)) == 1
+    longest = lengths_of(problem, cut.choice)[0]
+    assert longest > 1 / 16 and len(lengths_of(problem, plain.choice)) == 1
 
 
 def test_an_overlapped_sum_hides_behind_the_last_slice_alone():
@@ -297,7 +298,10 @@ def test_an_overlapped_sum_hides_behind_the_last_slice_alone():
         next(c for c in problem.choices() if (c.slices, c.pipeline) == (k, 4)) for k in (2, 16)
     )
     hidden = replace(problem, overlap=True)
-    left = [hidden.of_stages(c)["update"] / problem.of_stages(c)["update"] for c in (few, many)]
+    left = [
+        sizes_of_stages(hidden, c)["update"] / sizes_of_stages(problem, c)["update"]
+        for c in (few, many)
+    ]
     assert (left[0] < left[1]).all()
 
 
@@ -310,7 +314,7 @@ def test_what_attention_takes_by_hand():
     products, scores = 3 * 24 * 16 * 8**2 + 3 * 2 * 16 * 8, 3.5 * 2 * 16**2 * 8
     share = problem.attention(**choice.layer)
     assert share == pytest.approx(scores / (products + scores), rel=0.01)
-    costs = problem.costs(choice)
+    costs = costs_of(problem, choice)
     lengths = costs.even_slices(4)
     assert sum(lengths) == pytest.approx(1) and [*lengths] == sorted(lengths, reverse=True)
     table = replace(make("seq1f1b", 2, 1, slices=4), slices=lengths)
@@ -347,7 +351,7 @@ def test_latent_attention_by_hand():
     assert shared.weights == 2 * (made + (attention - made + expert + expert) / 2)
     problem = Problem(model, A100, 4, 4, expert=4)
     choice = next(c for c in problem.choices() if c.pipeline == 1)
-    own = replace(problem, zero=3).of_stages(choice)["weights"]
+    own = sizes_of_stages(replace(problem, zero=3), choice)["weights"]
     once = 2 * (plain + 2 * (attention + expert) + 2 * 8 * 32) / 4 + 2 * 2 * 4 * expert / 4
     assert own == pytest.approx(once)
 
@@ -394,7 +398,7 @@ def test_only_links_that_leave_a_node_are_slow():
         and c.schedule == "pipedream_flush"
         and c.recompute is Recompute.NEVER
     }
-    assert problem.costs(choice).links(4) == [2, 20, 2]
+    assert costs_of(problem, choice).links(4) == [2, 20, 2]
 
 
 # ---- schedules
@@ -528,7 +532,7 @@ def assert_peak_of_the_whole(name, p, layers):
     problem = Problem(Profile(tuple(layers)), replace(EVEN, bandwidth=2.0), p, 12 * p + 1)
     for choice in problem.choices():
         if choice.schedule == name and choice.pipeline == p and choice.microbatch == 1:
-            costs = problem.costs(choice)
+            costs = costs_of(problem, choice)
             whole = memory(simulate(table_for(choice, costs), costs), costs)
             found = estimate(problem, choice)
             assert found.memory == pytest.approx(max(whole.peak()))
@@ -696,9 +700,6 @@ def changed(line):
         ("--machine narrow=-1", "narrow=-1.0 of A100-80GB: give a number of at least 0"),
         ("--machine latency=inf", "latency=inf of A100-80GB: give a finite number"),
         ("--training optimizer=nan", "optimizer=nan: give bytes per byte of weights, at least 0"),
-        ("--faults slow=0.5", "slow=0.5: give a number of at least 1"),
-        ("--faults jitter=nan", "jitter=nan: give a number of at least 0"),
-        ("--faults between=100", "between=100.0: give more than the 360 s"),
         ("--batch 3 --devices 8", "batch=3 on 8 devices: no pipeline of at most 6"),
     ],
 )
@@ -713,11 +714,10 @@ def test_nonsense_is_one_line(capsys, line, message):
 
 def test_the_answer_names_layers_means_and_reasons(capsys):
     line = f"plan {BASE},memory=2.2e6 --training tensor=1,2"
-    assert main([*line.split(), "--faults", "jitter=0.05,slow=2,between=1e4"]) == 0
+    assert main(line.split()) == 0
     out = capsys.readouterr().out
     assert re.search(r"^  layers embedding \+ ", out, re.M) and "head" in out
     assert "on: ZeRO-1, messages beside compute, FlashAttention, sequence parallelism; off: " in out
-    assert re.search(r"slow device \d+.*, jitter .*, a/a .*, both .*, failures ", out)
     assert main([*line.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["means"].startswith("on: ZeRO-1")

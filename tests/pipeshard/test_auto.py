@@ -33,9 +33,9 @@ from pipelab.pipeshard.auto import (
     AutoLayers,
     AutoPlan,
     AutoStages,
-    candidate,
     profiles,
     sharded,
+    stage_costs,
 )
 from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
 from pipelab.pipeshard.auto.cost_model import HOST
@@ -548,7 +548,7 @@ def test_planning_again_compiles_no_stage(tmp_path, monkeypatch):
             return pipeline.compile(state, batch).auto.profiles
 
     first = plan(tmp_path / "profiles")
-    monkeypatch.setattr(candidate, "_examine", None)
+    monkeypatch.setattr(stage_costs, "_examine", None)
     assert plan(tmp_path / "profiles") == first
     with pytest.raises(TypeError, match="not callable"):
         plan(tmp_path / "others")
@@ -648,7 +648,7 @@ def test_equal_blocks_are_profiled_once(monkeypatch):
     inside = {p.layers: p.seconds for p in found.profiles if p.submesh == (1, 1)}
     assert inside[1, 2] == inside[3, 4] != inside[4, 5]
     # Sums of neighbours are what compiling all of a run shows.
-    monkeypatch.setattr(candidate.Runs, "_key_of", lambda self, layer: layer)
+    monkeypatch.setattr(stage_costs.Runs, "_key_of", lambda self, layer: layer)
     whole = plan({})
     assert whole.layers == found.layers
     for a, b in zip(found.profiles, whole.profiles, strict=True):
@@ -675,7 +675,7 @@ def test_weights_that_layers_share_are_reduced_once(monkeypatch):
         return [(each.layers, each.submesh, each.seconds) for each in found]
 
     added_up = seconds()
-    monkeypatch.setattr(candidate.Runs, "_key_of", lambda self, layer: layer)
+    monkeypatch.setattr(stage_costs.Runs, "_key_of", lambda self, layer: layer)
     for one, whole in zip(added_up, seconds(), strict=True):
         assert one[:2] == whole[:2] and one[2] == pytest.approx(whole[2], rel=1e-6)
 

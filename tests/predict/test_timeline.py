@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipelab import Costs, Kind, Schedule, make, simulate
 from pipelab.measure.trace import to_trace
 from pipelab.predict.attribution import Cause
-from pipelab.predict.timeline import SECONDS, Bubble, Timeline, plural, scale_of
+from pipelab.predict.timeline import Bubble, Timeline
 from tests.conftest import tables
 
 costs = st.builds(
@@ -225,15 +225,6 @@ def test_the_summary_says_what_the_picture_shows():
     paced = replace(one, source="measured", late=3)
     assert repr(paced).startswith("<Timeline gpipe, measured: ")
     assert repr(paced).endswith("Peak in flight 1. Paced, 3 actions late.>")
-
-
-def test_units_and_nouns():
-    assert [scale_of(x, SECONDS)[1] for x in (2, 1, 0.5, 1e-3, 5e-4, 1e-9)] == (
-        ["s", "s", "ms", "ms", "µs", "µs"]
-    )
-    assert [plural(n, noun) for n in (1, 2) for noun in ("batch", "stage")] == (
-        ["1 batch", "1 stage", "2 batches", "2 stages"]
-    )
 
 
 def test_the_critical_path_takes_the_row_where_both_came_at_once():

@@ -10,12 +10,13 @@ from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from pipelab.optimize.cut.profiles import Profile
+from pipelab.optimize.plan.choice_costs import lengths_of
 from pipelab.optimize.plan.choices import Problem, TrainingChoice
 from pipelab.optimize.plan.enumerate import Allowed, Enumeration
 from pipelab.optimize.plan.estimates import Estimate
 from pipelab.optimize.plan.limits import SLACK
 from pipelab.optimize.plan.transformer import Transformer
-from pipelab.runtime.bar import Bar
+from pipelab.show.bar import Bar
 
 
 class RunnerUp(NamedTuple):
@@ -50,7 +51,7 @@ class Answer:
         best, problem, limit = self.best, self.problem, self.problem.machine.memory
         parts = [f"{name} {seconds:.4g}" for name, seconds in best.parts.items() if seconds]
         layers = stage_names(problem.profile(), best.choice.balance)
-        shares = ", ".join(f"{x:.1%}" for x in problem.lengths(best.choice))
+        shares = ", ".join(f"{x:.1%}" for x in lengths_of(problem, best.choice))
         of = "" if limit == math.inf else f" of {limit / 1e9:.4g}"
         rate = ""
         if self.rate:

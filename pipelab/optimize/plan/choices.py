@@ -1,7 +1,7 @@
 """The question: a model, a machine, a batch; and all its possible answers."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import combinations, pairwise, product
@@ -14,7 +14,7 @@ from pipelab.optimize.cut.splits import split_layers
 from pipelab.optimize.plan.machine import Machine
 from pipelab.optimize.plan.repeat import shorter
 from pipelab.optimize.plan.transformer import Transformer
-from pipelab.predict.costs import PASSES, Costs, Recompute
+from pipelab.predict.costs import PASSES, Recompute
 from pipelab.table.action import LARGEST_NUMBER, ScheduleError, check_counts
 from pipelab.table.placement import loop_placement, v_placement
 from pipelab.table.validate import check_type
@@ -215,7 +215,7 @@ class Problem:
                 )
 
     @cached_property
-    def _machine(self) -> Machine:
+    def own_machine(self) -> Machine:
         """The machine, with a node and a rack no larger than all of the devices."""
         own, n = self.machine, self.devices
         return replace(own, node=min(own.node, n), rack=min(own.rack, n))
@@ -233,7 +233,7 @@ class Problem:
         if isinstance(model, Profile):
             return model
         return model.profile(
-            self._machine,
+            self.own_machine,
             tensor=tensor,
             samples=samples,
             context=context,
@@ -367,162 +367,6 @@ class Problem:
         cuts = ((0, *middle, layers) for middle in combinations(range(1, layers), stages - 1))
         return [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
 
-    def sizes(self, choice: TrainingChoice, a: Any, b: Any) -> dict[str, Any]:
-        """Costs of stages of layers a to b - 1 as `Costs` names them; a and b are any arrays.
-
-        The update is an all-reduce of the gradients among the replicas and devices that share a
-        sequence (with ZeRO a reduce-scatter, and an all-gather of the weights), plus a pass over
-        the state. Each of the `tensor` devices
-        sends its part of a boundary (arXiv 2104.04473, section 4.1); `link` is a micro-batch's time
-        to the next stage, over the slowest link.
-        """
-        machine, layer = self._machine, choice.layer
-        totals, profile = self.totals(**layer), self.profile(**layer)
-        scale = choice.microbatch / (profile.samples or 1)  # measured: see _check_profile
-        scale, slices = scale * choice.slices, choice.slices
-        longest = self.lengths(choice)[0]
-        sizes = {name: totals[name][b] - totals[name][a] for name in ("weights", *PER_SAMPLE)}
-        for name in PER_SAMPLE:
-            sizes[name] *= scale
-        # [1] what replicas shard, and gather; an expert has fewer copies
-        weights, experts = sizes["weights"], self._experts(choice.tensor, a, b)
-        own = (weights - experts) / choice.replicas + experts / (choice.replicas // self.expert)
-        state = self._state(weights, own)
-        if self.zero == 3:
-            gather = slices * self._summed(choice, weights, experts, passes=1)
-            join = np.maximum if self.overlap else np.add
-            for name in ("forward", "input_grad"):
-                sizes[name] = join(sizes[name], gather)
-            state = state + 2 * max(profile.of("weights"))  # of a layer that was gathered
-            sizes["weights"] = own
-        # [2] the update: sums of gradients, and a pass over them and the state
-        update = self._exchanged_update(choice, sizes, weights, experts, b - a)
-        update = update + 2 * (state + 2 * sizes["weights"]) / machine.hbm
-        # [3] one layer's activations, all of them, while it is recomputed
-        if choice.keep != "all":
-            whole = self.profile(**layer | {"keep": "all"}).of("activations")
-            state = state + scale * longest * max(whole - profile.of("activations"))
-        # [4] messages
-        sent = scale * totals["crossing"]
-        latency, bandwidth = machine.latency, choice.tensor * min(self._speeds(choice))
-        link = slices * latency + sent / bandwidth
-        link[-1] = 0.0  # nothing follows
-        if self.blocking:
-            for name in ("forward", "input_grad"):
-                sizes[name] = sizes[name] + link[b]
-            link, latency, bandwidth = 0 * link, 0.0, math.inf
-        if self.pairs and choice.schedule in PAIRED:
-            sizes["together"] = self._together(choice, sizes, a, b)
-        return sizes | {
-            "optimizer": state,
-            "update": update,
-            "boundary": sent[a],
-            "transfer": latency,
-            "bandwidth": bandwidth,
-            "overhead": machine.overhead,
-            "link": link[b],
-        }
-
-    def _together(self, choice: TrainingChoice, sizes: Mapping[str, Any], a: Any, b: Any) -> Any:
-        """Seconds of a forward and a backward that overlap: messages to experts beside the rest."""
-        forward, backward = sizes["forward"], sizes["input_grad"] + sizes["weight_grad"]
-        # A layer that is recomputed sends again.
-        sent = (3 if choice.keep == "full" else 2) * self.exchanged(choice, a, b)
-        alone = np.maximum(forward, backward)
-        return np.maximum(alone, np.maximum(forward + backward - sent, sent))
-
-    def exchanged(self, choice: TrainingChoice, a: Any, b: Any) -> Any:
-        """Seconds of a pass in which a micro-batch's tokens travel to the experts of layers a to
-        b - 1, and back."""
-        if not isinstance(self.model, Transformer) or self.model.experts == 1:
-            return 0.0 * a
-        tokens = choice.microbatch * self.model.sequence / choice.context / choice.slices
-        shared = choice.tensor, choice.context, self.expert
-        messages = self.model.exchange(self._machine, tokens, *shared)
-        return choice.slices * messages * self._expert_layers(a, b)
-
-    def _expert_layers(self, a: Any, b: Any) -> Any:
-        """Layers with experts among layers a to b - 1 of a Transformer."""
-        first = 1 + len(self.model.dense)  # type: ignore[union-attr]
-        return np.clip(b, first, self.layers - 1) - np.clip(a, first, self.layers - 1)
-
-    @property
-    def gradients(self) -> float:
-        """Bytes of gradients per byte of weights, kept and sent: 2 in single precision. See
-        `optimizer`."""
-        return 1 + min(max((self.optimizer or 0.0) - 6, 0.0), 1.0)
-
-    def _state(self, weights: Any, own: Any) -> Any:
-        """Bytes of the optimizer's state on a device; `own` are its weights if replicas shard
-        them."""
-        bytes_each = self.optimizer or 0.0
-        # ZeRO-1 shards at most 12 bytes a parameter (6 a byte of weights).
-        shared = {0: 0.0, 1: min(bytes_each, 6.0), 3: bytes_each}[self.zero or 0]
-        return weights * bytes_each - shared * (weights - own)
-
-    def _experts(self, tensor: int, a: Any, b: Any) -> Any:
-        """Bytes of experts among the weights of stages of layers a to b - 1, on one device."""
-        if not isinstance(self.model, Transformer):
-            return 0 * a
-        return self._expert_layers(a, b) * 2 * self.model.sizes(tensor)[1] / self.expert
-
-    def _summed(self, choice: TrainingChoice, weights: Any, experts: Any, passes: int) -> Any:
-        """Seconds to sum (2 passes) or to gather (1) weights among the replicas and the devices
-        that share a sequence; experts only among their copies."""
-        collective, tensor = self._machine.collective, choice.tensor
-        among = choice.replicas * choice.context
-        if self.expert == 1:
-            return collective(weights, among, tensor, passes)
-        rest = collective(weights - experts, among, tensor, passes)
-        return rest + collective(experts, among // self.expert, tensor, passes)
-
-    def _exchanged_update(
-        self,
-        choice: TrainingChoice,
-        sizes: Mapping[str, Any],
-        weights: Any,
-        experts: Any,
-        layers: Any,
-    ) -> Any:
-        """Seconds to sum gradients, each where its state is, and to gather the new weights."""
-        gradients = self.gradients * weights, self.gradients * experts
-        update = self._summed(choice, *gradients, passes=1 if self.zero else 2)
-        if self.zero == 1:
-            update = update + self._summed(choice, weights, experts, passes=1)
-        if self.overlap:  # all but a device's last layer's runs beside the backward
-            hidden = (sizes["input_grad"] + sizes["weight_grad"]) / choice.slices
-            last = update / np.maximum(layers, 1) / choice.virtual
-            update = np.maximum(update - hidden, last)
-        return update
-
-    def _speeds(self, choice: TrainingChoice) -> list[float]:
-        return _speeds(self.machine, choice.home, choice.shared * choice.replicas)
-
-    def of_stages(self, choice: TrainingChoice) -> dict[str, Any]:
-        """`sizes` of a choice's own stages, with their own links."""
-        bounds = np.cumsum((0, *choice.balance))
-        sizes = self.sizes(choice, bounds[:-1], bounds[1:])
-        speeds = np.array(self._speeds(choice))
-        if len(choice.balance) > 1 and not self.blocking and (speeds != speeds[0]).any():
-            sent = sizes["boundary"][1:] / choice.slices
-            transfer = self.machine.latency + sent / (choice.tensor * speeds)
-            link = choice.slices * np.append(transfer, 0.0)
-            sizes |= {"transfer": transfer, "bandwidth": math.inf, "link": link}
-        return sizes
-
-    def costs(self, choice: TrainingChoice) -> Costs:
-        """`of_stages`, for the simulator."""
-        sizes = {name: np.asarray(size).tolist() for name, size in self.of_stages(choice).items()}
-        del sizes["link"]
-        return Costs(**sizes, recompute=choice.recompute, attention=self._squared(choice))
-
-    def _squared(self, choice: TrainingChoice) -> float:
-        return self.attention(**choice.layer) if choice.slices > 1 else 0.0
-
-    def lengths(self, choice: TrainingChoice) -> tuple[float, ...]:
-        """Of a sequence's slices, as shares of it: those that take equally long."""
-        return Costs(attention=self._squared(choice)).even_slices(choice.slices)
-
 
 PER_SAMPLE = (*PASSES, "activations", "weight_activations")  # grow with the micro-batch
 
@@ -554,22 +398,6 @@ def _longest_rounds(schedule: str, p: int, m: int) -> list[int]:
     if schedule == "interleaved" and m > p and m % p:
         return [1, -(-m // (m // p))]
     return [1]
-
-
-@cache
-def _speeds(machine: Machine, home: tuple[int, ...], step: int) -> list[float]:
-    """Bytes/s of a card over each link s -> s + 1; a pipeline's devices are `step` apart.
-
-    Devices that share layers and sequences are next to each other, then replicas, then a pipeline.
-    """
-    speeds = []
-    for here, there in pairwise(home):
-        first, last = here * step, there * step
-        last += step - 1  # the last device of the later group
-        near = first // machine.node == last // machine.node
-        far = first // machine.rack != last // machine.rack
-        speeds.append(machine.link(1 if near else math.inf if far else machine.node + 1))
-    return speeds or [machine.inside]
 
 
 def _divisors(number: int) -> list[int]:

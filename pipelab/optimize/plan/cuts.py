@@ -27,6 +27,7 @@ from functools import cache
 import numpy as np
 
 from pipelab.optimize.cut.intervals import split_intervals
+from pipelab.optimize.plan.choice_costs import sizes_of
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, Problem, TrainingChoice
 from pipelab.optimize.plan.limits import SLACK, Sizes, counts, held, of_devices, passing, work
 
@@ -71,12 +72,12 @@ def _every_stage(problem: Problem, choice: TrainingChoice) -> tuple[Sizes, np.nd
     """[a, b]: costs of layers a to b - 1, and whether there are any such layers."""
     cuts = np.arange(problem.layers + 1)
     a, b = cuts[:, None], cuts
-    return problem.sizes(choice, a, b), a < b
+    return sizes_of(problem, choice, a, b), a < b
 
 
 def _all(problem: Problem, choice: TrainingChoice) -> Sizes:
     """Costs of all layers in one stage."""
-    return problem.sizes(choice, np.array([0]), np.array([problem.layers]))
+    return sizes_of(problem, choice, np.array([0]), np.array([problem.layers]))
 
 
 def _bytes(

@@ -11,6 +11,7 @@ from itertools import count
 import numpy as np
 
 from pipelab.optimize.bounds import bound
+from pipelab.optimize.plan.choice_costs import costs_of, sizes_of, sizes_of_stages
 from pipelab.optimize.plan.choices import MADE, Problem, TrainingChoice
 from pipelab.optimize.plan.cuts import fastest_cut, smallest_cut
 from pipelab.optimize.plan.estimates import Estimate, estimate
@@ -22,7 +23,7 @@ from pipelab.optimize.plan.limits import (
     least_seconds,
 )
 from pipelab.predict.costs import Recompute
-from pipelab.runtime.bar import Bar
+from pipelab.show.bar import Bar
 
 QUARTER = 0.25  # of a micro-batch: limits of memory are multiples of it
 Allowed = Callable[[TrainingChoice], bool]
@@ -56,7 +57,7 @@ class Enumeration:
 
     def _whole(self, choice: TrainingChoice) -> dict[str, float]:
         """`Problem.sizes` of all layers in one stage."""
-        sizes = self.problem.sizes(choice, np.array([0]), np.array([self.problem.layers]))
+        sizes = sizes_of(self.problem, choice, np.array([0]), np.array([self.problem.layers]))
         return {name: float(np.ravel(size)[0]) for name, size in sizes.items()}
 
     def _add(self, new: TrainingChoice, alike: TrainingChoice) -> None:
@@ -66,11 +67,11 @@ class Enumeration:
             self._bound(new)
 
     def _bound(self, choice: TrainingChoice) -> None:
-        sizes = self.problem.of_stages(choice)
+        sizes = sizes_of_stages(self.problem, choice)
         self.seconds[choice] = least_seconds(choice, sizes)
         self.bytes[choice] = least_bytes(choice, sizes)
         if self.is_limited(choice):
-            costs, p = self.problem.costs(choice), choice.pipeline
+            costs, p = costs_of(self.problem, choice), choice.pipeline
             limit = p if choice.room is None else choice.room
             least = bound(costs, p, choice.microbatches, limit, placement=choice.home)
             self.seconds[choice] = max(self.seconds[choice], least.makespan + costs.overhead)
@@ -85,7 +86,7 @@ class Enumeration:
         it needed `excess` bytes more."""
         if not self.is_limited(choice):
             return choice
-        fit, each = fitting(choice, self.problem.of_stages(choice), memory)
+        fit, each = fitting(choice, sizes_of_stages(self.problem, choice), memory)
         less = now = choice.room or choice.pipeline
         if excess:
             less = now - max(excess / each if each else 0.0, QUARTER)

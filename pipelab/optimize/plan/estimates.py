@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from pipelab.optimize.bounds import Bound, gap_of_longer
+from pipelab.optimize.plan.choice_costs import costs_of, exchanged, lengths_of, sizes_of_stages
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, MADE, PAIRED, Problem, TrainingChoice
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import IN_ROUNDS, ends_of, makespan, settled, table_of
@@ -36,7 +37,7 @@ class Estimate:
     @cached_property
     def memory(self) -> float:
         """Bytes of the fullest device at its peak."""
-        costs = self.problem.costs(self.choice)
+        costs = costs_of(self.problem, self.choice)
         table = table_for(self.choice, costs, whole=False)
         timeline = lay(table, durations(table, costs), delays(table, costs), waits(table, costs))
         return max(memory(timeline, costs).peak())
@@ -49,9 +50,11 @@ class Estimate:
         problem, choice = self.problem, self.choice
         pairs = problem.pairs and choice.schedule in PAIRED
         if pairs or choice.slices > 1 or choice.schedule in ASYNCHRONOUS:
-            least = Bound({"busiest device": least_seconds(choice, problem.of_stages(choice))})
+            least = Bound(
+                {"busiest device": least_seconds(choice, sizes_of_stages(problem, choice))}
+            )
             return least.gap(self.step)
-        costs = problem.costs(choice)
+        costs = costs_of(problem, choice)
         part, makespan = table_for(choice, costs, whole=False), self.step - costs.overhead
         return gap_of_longer(part, costs, choice.microbatches, makespan)
 
@@ -73,9 +76,9 @@ class Estimate:
         update      a pass over gradients and state
         all-reduce  of gradients among replicas (with ZeRO, also of weights)
         """
-        problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
+        problem, choice, costs = self.problem, self.choice, costs_of(self.problem, self.choice)
         quiet = replace(problem, blocking=False)  # transfers apart from the devices' own seconds
-        no_links = replace(quiet.costs(choice), update=0.0, transfer=0.0, bandwidth=np.inf)
+        no_links = replace(costs_of(quiet, choice), update=0.0, transfer=0.0, bandwidth=np.inf)
         free = replace(
             problem.machine,
             bandwidth=np.inf,
@@ -85,15 +88,15 @@ class Estimate:
             overhead=0.0,
         )
         once = choice._replace(recompute=Recompute.NEVER, keep="all")
-        sizes, alone = quiet.of_stages(choice), replace(quiet, machine=free)
-        whole = replace(quiet, zero=min(problem.zero or 0, 1)).of_stages(once)
+        sizes, alone = sizes_of_stages(quiet, choice), replace(quiet, machine=free)
+        whole = sizes_of_stages(replace(quiet, zero=min(problem.zero or 0, 1)), once)
         # Seconds of every stage, each with one more cause.
-        own = work(once, alone.of_stages(once))
+        own = work(once, sizes_of_stages(alone, once))
         tensor = work(once, _without_experts(quiet, once, whole) | {"overhead": 0.0})
         experts = work(once, whole | {"overhead": 0.0})
-        plain = work(once, quiet.of_stages(once) | {"overhead": 0.0})
+        plain = work(once, sizes_of_stages(quiet, once) | {"overhead": 0.0})
         again = work(choice, sizes | {"overhead": 0.0})
-        passed = replace(costs, update=alone.costs(choice).update)  # over the state, once
+        passed = replace(costs, update=costs_of(alone, choice).update)  # over the state, once
         total = {
             "compute": own.sum() / choice.pipeline,
             "tensor": tensor.sum() / choice.pipeline,
@@ -115,7 +118,7 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         names = ("step", "throughput", "memory", "gap", "parts")
         own = {name: getattr(self, name) for name in names}
-        return self.choice.to_json() | own | {"lengths": self.problem.lengths(self.choice)}
+        return self.choice.to_json() | own | {"lengths": lengths_of(self.problem, self.choice)}
 
 
 def _without_experts(
@@ -123,14 +126,14 @@ def _without_experts(
 ) -> dict[str, Any]:
     """Sizes of stages whose tokens travel to their experts in no time."""
     bounds = np.cumsum((0, *choice.balance))
-    sent = problem.exchanged(choice, bounds[:-1], bounds[1:])
+    sent = exchanged(problem, choice, bounds[:-1], bounds[1:])
     alone = {name: size for name, size in sizes.items() if name != "together"}
     return alone | {name: alone[name] - sent for name in ("forward", "input_grad")}
 
 
 def estimate(problem: Problem, choice: TrainingChoice) -> Estimate:
     """Simulate it."""
-    found = Estimate(problem, choice, steady_seconds(choice, problem.costs(choice)))
+    found = Estimate(problem, choice, steady_seconds(choice, costs_of(problem, choice)))
     if choice.schedule in MADE:
         _ = found.memory  # while its table is at hand
     return found

@@ -13,9 +13,9 @@ not the reverse: a user could write by hand whatever it finds.
 """
 
 from pipelab.pipeshard.auto.auto_plan import AutoPlan
-from pipelab.pipeshard.auto.candidate import StageProfile
 from pipelab.pipeshard.auto.layers import AutoLayers
 from pipelab.pipeshard.auto.planner import AutoStages
 from pipelab.pipeshard.auto.sharding import search_sharding
+from pipelab.pipeshard.auto.stage_costs import StageProfile
 
 __all__ = ["AutoLayers", "AutoPlan", "AutoStages", "StageProfile", "search_sharding"]

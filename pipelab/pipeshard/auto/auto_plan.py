@@ -10,7 +10,7 @@ import numpy as np
 
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import PipeshardError
-from pipelab.pipeshard.auto.candidate import StageProfile
+from pipelab.pipeshard.auto.stage_costs import StageProfile
 from pipelab.pipeshard.method import ManualStages, Shape, as_table
 
 Row = dict[str, Any]

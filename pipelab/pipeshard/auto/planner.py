@@ -14,9 +14,10 @@ from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
 from pipelab.pipeshard.auto.assignment import best_stages
 from pipelab.pipeshard.auto.auto_plan import AutoPlan
-from pipelab.pipeshard.auto.candidate import Cache, StageProfile
+from pipelab.pipeshard.auto.candidate import Cache
 from pipelab.pipeshard.auto.cost_model import machine_of
 from pipelab.pipeshard.auto.profiles import Profiles
+from pipelab.pipeshard.auto.stage_costs import StageProfile
 from pipelab.pipeshard.method import Shape, StageProblem, owner_of
 from pipelab.schedules import make
 

@@ -28,17 +28,14 @@ from pipelab.pipeshard.auto.assignment import Choice, StageTable, submeshes
 from pipelab.pipeshard.auto.candidate import (
     Cache,
     Placed,
-    Runs,
     Specs,
     StageCandidate,
-    StageProfile,
     candidates,
     mesh_of,
-    operator_specs,
-    profile_stage,
-    roles,
 )
+from pipelab.pipeshard.auto.division import operator_specs, roles
 from pipelab.pipeshard.auto.sharding import over_model
+from pipelab.pipeshard.auto.stage_costs import Runs, StageProfile, profile_stage
 from pipelab.pipeshard.method import Shape, StageProblem, owner_of
 
 Place = tuple[Shape, Shape]  # a submesh (hosts, devices of each), and as (data, model)

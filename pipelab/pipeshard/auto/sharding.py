@@ -28,7 +28,7 @@ from pipelab.pipeshard.arrays import PipeshardError, axes_in
 from pipelab.pipeshard.auto.cost_model import Cost, machine_of
 from pipelab.pipeshard.auto.sharded import Sharded, Specs
 from pipelab.pipeshard.method import Shape, as_table
-from pipelab.runtime.bar import Bar
+from pipelab.show.bar import Bar
 
 Choices = Callable[[Shape, Mesh], list[PartitionSpec]]
 

@@ -21,7 +21,6 @@ from pipelab.runtime.batches import Data, cut_batch, samples_of
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order
-from pipelab.runtime.prepare import Work
 from pipelab.runtime.session import Wing
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
@@ -37,6 +36,7 @@ from pipelab.runtime.torch.replay import TorchModel
 from pipelab.runtime.torch.settings import repeatable
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState
+from pipelab.runtime.work import Work
 from pipelab.runtime.worker import Job
 from pipelab.table.action import HOST
 from pipelab.table.schedule import Schedule

@@ -8,10 +8,11 @@ from typing import Any
 from pipelab.runtime.batches import Trees, cut_batch, length_of, samples_of, slices_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Step
-from pipelab.runtime.prepare import Work, seed_for
+from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.result import Run
 from pipelab.runtime.verdict.order import Reading
 from pipelab.runtime.verdict.replay import Piece
+from pipelab.runtime.work import Work
 
 
 @dataclass

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipelab.runtime.bar import Bar
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.orders import Step
 from pipelab.runtime.verdict.adds_up import Batch, differs_from_itself
@@ -27,6 +26,7 @@ from pipelab.runtime.verdict.compare import EPS_32, LIMIT, distance, far, ratio
 from pipelab.runtime.verdict.order import Reading, added, reading_of
 from pipelab.runtime.verdict.replay import Model, Piece, Placed, Total, Update, replay
 from pipelab.runtime.verdict.trained import Trained
+from pipelab.show.bar import Bar
 
 DELAY = 3.0  # seconds before a check shows a bar
 

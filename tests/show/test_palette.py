@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipelab.predict.palette import (
+from pipelab.schedules import make
+from pipelab.show.palette import (
     BLUE,
     KINDS,
     NAMES,
@@ -16,8 +17,6 @@ from pipelab.predict.palette import (
     to_hex,
     with_white,
 )
-from pipelab.predict.simulate import simulate
-from pipelab.schedules import make
 from pipelab.table.action import Kind
 
 
@@ -57,16 +56,15 @@ def test_what_is_written_on_a_colour_follows_its_luminance(axis, others):
         assert readable_on(tuple(colour)) == ("black" if light else "white"), colour
 
 
-def test_kinds_and_chunks_of_several_timelines():
-    flush = simulate(make("pipedream_flush", 2, 2))
-    split = simulate(make("zb_v", 2, 4))
+def test_kinds_and_chunks_of_several_schedules():
+    flush, split = make("pipedream_flush", 2, 2), make("zb_v", 2, 4)
     assert kinds_of([flush]) == [Kind.F, Kind.B, Kind.U]
     assert {*kinds_of([flush, split])} == {Kind.F, Kind.B, Kind.I, Kind.W, Kind.U}
     assert (chunks_of(flush), chunks_of(split)) == (1, 2)
 
 
 def test_a_legend_says_what_lighter_boxes_are():
-    plain, chunks, copies = (simulate(make(name, 2, 4)) for name in ("gpipe", "zb_v", "chimera"))
+    plain, chunks, copies = (make(name, 2, 4) for name in ("gpipe", "zb_v", "chimera"))
     assert lighter([plain]) == ""
     assert lighter([plain, chunks]) == "lighter: later chunk of 2"
     assert lighter([copies]) == "lighter: the other copy"
@@ -74,6 +72,6 @@ def test_a_legend_says_what_lighter_boxes_are():
 
 
 def test_a_legend_names_what_is_drawn():
-    drawn = kinds_of([simulate(make("gpipe", 2, 2)), simulate(make("zb_h1", 2, 2))])
+    drawn = kinds_of([make("gpipe", 2, 2), make("zb_h1", 2, 2)])
     assert {Kind.F, Kind.B, Kind.I, Kind.W} <= set(drawn)
     assert legend(drawn) == [[NAMES[kind], KINDS[kind]] for kind in drawn]

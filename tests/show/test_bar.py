@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from tqdm import std
 
-from pipelab.runtime.bar import Bar, seen
+from pipelab.show.bar import Bar, seen
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ input gradient's violet is not in it: it differs from every shade of the others.
 
 from collections.abc import Collection, Iterable
 
-from pipelab.predict.timeline import Timeline
 from pipelab.table.action import WORDS, Kind
+from pipelab.table.schedule import Schedule
 
 RGB = tuple[float, float, float]
 
@@ -38,7 +38,6 @@ MEMORY_CAUSES = {
     "activations": BLUE,
     "buffers": SKY,
 }
-BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 
 
 def from_hex(colour: str) -> RGB:
@@ -77,23 +76,23 @@ def box_colours(kind: Kind, stage: int, devices: int, stages: int) -> list[str]:
     return [to_hex(colour), readable_on(colour)]
 
 
-def chunks_of(t: Timeline) -> int:
+def chunks_of(schedule: Schedule) -> int:
     """The most stages on a device: chunks of the model, or its copies."""
-    return -(-t.schedule.stages // t.schedule.devices)
+    return -(-schedule.stages // schedule.devices)
 
 
-def lighter(items: Collection[Timeline]) -> str:
+def lighter(schedules: Collection[Schedule]) -> str:
     """What a legend says of lighter boxes; nothing where there are none."""
-    chunks = max((chunks_of(t) for t in items if t.schedule.copies == 1), default=1)
+    chunks = max((chunks_of(s) for s in schedules if s.copies == 1), default=1)
     means = [f"later chunk of {chunks}"] if chunks > 1 else []
-    if any(t.schedule.copies > 1 for t in items):
+    if any(s.copies > 1 for s in schedules):
         means.append("the other copy")
     return f"lighter: {' or '.join(means)}" if means else ""
 
 
-def kinds_of(items: Collection[Timeline]) -> list[Kind]:
+def kinds_of(schedules: Collection[Schedule]) -> list[Kind]:
     """The kinds of actions that a legend names; one name stands for all transfers."""
-    return [kind for kind in NAMES if any(kind in t.schedule.kinds for t in items)]
+    return [kind for kind in NAMES if any(kind in s.kinds for s in schedules)]
 
 
 def legend(kinds: Iterable[Kind]) -> list[list[str]]:

@@ -1,0 +1,1 @@
+"""What stands between the library and a person: colours, units, a progress bar, Ctrl-C."""
