@@ -103,13 +103,13 @@ def report(repeats: int = 1, sizes: Sizes = DEFAULT) -> str:
     )
 
 
-def _case(wing: str, precision: str, m: int) -> tuple[str, Case]:
+def _case(backend: str, precision: str, m: int) -> tuple[str, Case]:
     import torch
 
     mixed = precision == "autocast"
     options = (("autocast", torch.bfloat16),) if mixed else ()
     case = Case(
-        wing,
+        backend,
         "float32" if mixed else precision,
         schedule=make("gpipe", 3, m, batches=2),
         samples=5 * m // 2,

@@ -21,7 +21,7 @@ from pipelab.predict.memory import Memory, memory, memory_used
 from pipelab.predict.simulate import simulate
 from pipelab.predict.theory import THEORY
 from pipelab.predict.timeline import Timeline
-from pipelab.runtime.wings import WINGS
+from pipelab.runtime.backends import BACKENDS
 from pipelab.schedules import SCHEDULES, make, make_all, make_for
 from pipelab.table.action import Action, Kind, Reads, ScheduleError
 from pipelab.table.schedule import Schedule
@@ -31,7 +31,7 @@ from pipelab.widgets import SHARES, WIDGETS
 __version__ = "0.1.0"
 # What rooms above tell the small library, which does not know them.
 SCHEDULES.update(zb=zb, zb_v=zb_v)
-WINGS["jax"] = "pipelab.jax.wing", "JaxWing"
+BACKENDS["jax"] = "pipelab.jax.backend", "JaxBackend"
 WIDGETS["Editor"] = "pipelab.editor.editor"
 SHARES["over the bound"] = (
     "the lower bound: a time that no order of one batch in this memory can beat",

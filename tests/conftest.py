@@ -124,7 +124,7 @@ LONG = [
     "04_work_partitioning",
     "05_pipedream_2bw",
     "test_scripts",
-    "test_wing",
+    "test_backend",
     "test_distributed",
     "test_few_pages",
     "test_browser",

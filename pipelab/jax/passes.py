@@ -1,6 +1,6 @@
 """A stage's forward and backward: traced once, compiled for its arrays' placement, and run.
 
-A stage of the jax wing is one on a single device; pipeshard's is one on a mesh of devices.
+A stage of the jax backend is one on a single device; pipeshard's is one on a mesh of devices.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -7,7 +7,7 @@ From the caller to a tensor and back, who makes what:
         |           Work         batches of the training: what all ranks do next, and the versions
         v                        that they read
     Session         Data         the batches of it, read when they are first needed
-        |           Job          of the library's `Wing`: a row and its stages, for the training
+        |           Job          of the library's `Backend`: a row and its stages, for the training
         |           Order        what a rank does next: the actions of its row, and a MicroBatch
         v                        for each new micro-batch of its stages
     launcher                     `threads`, `torch.processes`, `torch.ranks`, `jax.distributed`:
@@ -24,6 +24,6 @@ out of another. The *training* counts through all of them, as do work, orders an
 numbers are moved by an `Offset`. Each replica numbers its own share of micro-batches; the
 *data* are numbered batch by batch, and within a batch replica by replica (`microbatches_of`).
 
-`verdict.replay` does the same on one device by the papers' rules, in the wing's arithmetic. Torch's
-wing is `torch.wing`; a room above adds its own to `wings.WINGS`, as JAX's does.
+`verdict.replay` does the same on one device by the papers' rules, in the backend's arithmetic.
+Torch's backend is `torch.backend`; a room above adds its own to `backends.BACKENDS`, as JAX's does.
 """

@@ -15,7 +15,7 @@ REFERENCES = ("batches", "microbatches")
 class Options:
     """The arguments of `run`, which documents them, except its schedule, stages and batches.
 
-    ValueError, with the remedy, for an invalid value. A library's `Wing` replaces those that
+    ValueError, with the remedy, for an invalid value. A library's `Backend` replaces those that
     default to the caller's context, such as `autocast` and `seed`.
 
     check, save  whether anything will be checked or kept, which shows early whether that is

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelab.predict.costs import Costs, Recomputed, recompute_of
+from pipelab.runtime.backends import backend_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.result import Run
 from pipelab.runtime.session import Session
-from pipelab.runtime.wings import wing_of
 from pipelab.runtime.work import Work
 from pipelab.table.schedule import Schedule
 
@@ -148,7 +148,7 @@ def run(
         timeout=timeout,
     )
     check_sequence(batches)
-    session = Session(wing_of(backend), schedule, stages, options, batches=len(batches))
+    session = Session(backend_of(backend), schedule, stages, options, batches=len(batches))
     work, folder = _work(session, options), new_folder("save", save)
     with session:
         return session.run(work, batches, check=check, save=folder)
@@ -185,7 +185,7 @@ def evaluate(
         training=False,
     )
     check_sequence(batches)
-    with Session(wing_of(backend), schedule, stages, options, batches=len(batches)) as session:
+    with Session(backend_of(backend), schedule, stages, options, batches=len(batches)) as session:
         return session.run(Work(session.schedule, 0, len(batches)), batches, check=check)
 
 

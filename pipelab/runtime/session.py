@@ -1,6 +1,6 @@
 """One training or evaluation: ranks that stay, and their orders, for any library.
 
-The library comes as a `Wing`. `Session.run` executes and checks a part of a table; a `Trainer`
+The library comes as a `Backend`. `Session.run` executes and checks a part of a table; a `Trainer`
 gives orders one by one.
 """
 
@@ -40,7 +40,7 @@ from pipelab.table.validate import validate
 CGROUP = Path("/sys/fs/cgroup")
 
 
-class Wing(ABC):
+class Backend(ABC):
     """One library's part in a run: its stages, checked, and the launcher of their jobs.
 
     The constructor rejects what the library cannot run, and reads a checkpoint to continue from.
@@ -169,15 +169,15 @@ class Session(AbstractContextManager):
     The constructor checks all arguments, and reads a checkpoint to continue from; `with` meets
     other processes; the first `submit` starts the ranks.
 
-    wing    the library's part
-    done    batches that all ranks have done, or have orders to do
-    ranks   this process's, as (row, replica), between the beginning and the end
-    reads   whether one of them has the first or the last stage
+    backend  the library's part
+    done     batches that all ranks have done, or have orders to do
+    ranks    this process's, as (row, replica), between the beginning and the end
+    reads    whether one of them has the first or the last stage
     """
 
     def __init__(
         self,
-        make: type[Wing],
+        make: type[Backend],
         schedule: Schedule,
         stages: Sequence[Any],
         options: Options,
@@ -191,13 +191,17 @@ class Session(AbstractContextManager):
         table = validate(schedule if options.training else schedule.forward_only())
         check_table(table, len(stages), batches, options.training)
         with make.context():
-            self.wing = make(table, [*stages] * table.copies, options)
+            self.backend = make(table, [*stages] * table.copies, options)
             if options.training:
-                self.wing.check_optimizer()
-        self.schedule, self.launcher, self.options = table, self.wing.launcher, self.wing.options
-        ties = [set(of.values()) for of in self.wing.ties]
+                self.backend.check_optimizer()
+        self.schedule, self.launcher, self.options = (
+            table,
+            self.backend.launcher,
+            self.backend.options,
+        )
+        ties = [set(of.values()) for of in self.backend.ties]
         self.partners = find_partners(table, ties, options.clip)
-        self.done = self.wing.begun
+        self.done = self.backend.begun
         self.started, self.reads, self.unit = False, False, 0
         self.ranks: list[tuple[int, int]] = []
         self.failure: RunError | None = None
@@ -228,11 +232,11 @@ class Session(AbstractContextManager):
         save     where to keep a checkpoint afterwards
         fields   more of every `Order`
         """
-        with self.wing.context(), self.wing.repeatable() if check else nullcontext():
+        with self.backend.context(), self.backend.repeatable() if check else nullcontext():
             # [1] what it starts from, for the replay
-            wing, table = self.wing, work.table
+            backend, table = self.backend, work.table
             if check and table.training and self.launcher.first:
-                needed, free = wing.needed(table.updates), wing.free()
+                needed, free = backend.needed(table.updates), backend.free()
                 if needed > free:
                     warnings.warn(
                         f"the check takes {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} "
@@ -240,12 +244,12 @@ class Session(AbstractContextManager):
                         "kind",
                         stacklevel=3,
                     )
-            start, untold = self._states() if check and self.started else (wing.start, "")
-            data = Data(batches, work.batches, wing.trees)
+            start, untold = self._states() if check and self.started else (backend.start, "")
+            data = Data(batches, work.batches, backend.trees)
             # [2] run, and keep the checkpoint only if all of it could be written
             result: Run | None = None
             try:
-                with wing.saving(save, work.batches.stop) as draft:
+                with backend.saving(save, work.batches.stop) as draft:
                     self.submit(
                         work,
                         data,
@@ -288,7 +292,7 @@ class Session(AbstractContextManager):
         start: Mapping[int, Any],
         save: Path | None,
     ) -> Check:
-        began, wing, options, table = time.perf_counter(), self.wing, self.options, work.table
+        began, backend, options, table = time.perf_counter(), self.backend, self.options, work.table
         lanes = [(r, copy) for r in range(options.replicas) for copy in range(table.copies)]
         try:
             states = [start[s] for s in sorted(start)][: table.model_stages]
@@ -297,12 +301,12 @@ class Session(AbstractContextManager):
                 data,
                 result,
                 [steps_of(table, outcomes, *lane) for lane in lanes],
-                wing.saved(save) if save else (),
+                backend.saved(save) if save else (),
                 options,
                 self.unit,
-                self._kept_of_batch(table, outcomes) < wing.free(),
+                self._kept_of_batch(table, outcomes) < backend.free(),
             )
-            model = wing.model(work.done.updates, states, by_stage(outcomes, "kernels"))
+            model = backend.model(work.done.updates, states, by_stage(outcomes, "kernels"))
             found = verdict_of(run, model)
         except Exception:  # the run is complete, and must not be lost
             found = Check.not_made(format_exc())
@@ -310,7 +314,7 @@ class Session(AbstractContextManager):
 
     def _kept_of_batch(self, table: Schedule, outcomes: Sequence[Outcome]) -> float:
         """Bytes that forwards of an undivided batch keep in float64, by what the run's have."""
-        size, count = self.wing.size()
+        size, count = self.backend.size()
         wider = 4.0 if self.options.autocast else 8 * count / max(size, 1)
         of_row = {
             o.row: max(map(operator.sub, o.record.most, [0, *o.record.held]), default=0)
@@ -349,8 +353,8 @@ class Session(AbstractContextManager):
         if self.started:
             self.launcher.agree(data.digests, early=True)
         else:
-            self.wing.look_at(data)
-            self.launcher.agree(lambda: self.wing.digests() | data.digests())
+            self.backend.look_at(data)
+            self.launcher.agree(lambda: self.backend.digests() | data.digests())
             with self._failing():
                 self.launcher.start(self._jobs())
             self.started = True
@@ -413,10 +417,10 @@ class Session(AbstractContextManager):
 
     def _jobs(self) -> list[Job]:
         return [
-            self.wing.job(
+            self.backend.job(
                 schedule=self.schedule,
                 row=row,
-                device=self.wing.devices[row],
+                device=self.backend.devices[row],
                 partners=self.partners,
                 replica=replica,
                 replicas=self.options.replicas,

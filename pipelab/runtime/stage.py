@@ -220,7 +220,7 @@ class Stage(Protocol):
 
 
 class CountingStage(Stage):
-    """A stage and its counts; the wings' stages compute.
+    """A stage and its counts; the backends' stages compute.
 
     weights  by version: values; a version lives as long as the table has readers of it
     training, keep  as in its latest order; before the first one it trains
@@ -270,7 +270,7 @@ class CountingStage(Stage):
         self.losses = {k: loss for k, loss in self.losses.items() if k in self.fed}
         self.steps, self.updates, self.measured = [], {}, {}
 
-    # ---- backwards: the same three in both wings, but for how gradients are computed
+    # ---- backwards: the same three in both backends, but for how gradients are computed
 
     def backward(self, microbatch: int, received: Any) -> Any:
         """Accumulate the weights' gradients; returns the input's."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelab.predict.costs import Recomputed, recompute_of
+from pipelab.runtime.backends import backend_of
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Update, by_stage
@@ -19,7 +20,6 @@ from pipelab.runtime.result import norms_and_rates
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
 from pipelab.runtime.threads import LOOKS, Looked
-from pipelab.runtime.wings import wing_of
 from pipelab.runtime.work import Work
 from pipelab.runtime.worker import RunError, told
 from pipelab.show.interrupt import Noted
@@ -104,8 +104,7 @@ class Trainer(AbstractContextManager):
         self._every = inf if check == "first" else int(check)
         self._endless = Endless(schedule)
         table = self._endless.table
-        wing = wing_of(backend)
-        self._session = Session(wing, table, stages, options, batches=table.batches)
+        self._session = Session(backend_of(backend), table, stages, options, batches=table.batches)
         self._check_start(resume)
         self._first = self._begun = self._known = self._session.done
         # Data of orders: a GPU may still have to read what it was given.
@@ -196,7 +195,7 @@ class Trainer(AbstractContextManager):
         evaluation, iterator = Evaluation(), iter(batches)
         while found := self._next(iterator, "evaluate"):
             (batch, pieces), session, times = found, self._session, 1
-            trees = session.wing.trees
+            trees = session.backend.trees
             if not pieces:  # fewer samples than replicas
                 times = session.options.replicas
                 if batch is not None:
@@ -214,15 +213,15 @@ class Trainer(AbstractContextManager):
         loader  the source of the batches, if it has a state_dict(), as torchdata's
                 StatefulDataLoader: its state is saved, too, and `rest_of` continues from there
         """
-        path, wing = new_folder("save", folder), self._session.wing
+        path, backend = new_folder("save", folder), self._session.backend
         with self._whole():
             self._finish("save")
-            with wing.saving(path, self.number) as draft:
+            with backend.saving(path, self.number) as draft:
                 for outcome in self._ask("save", save=draft):
                     if outcome.unsaved:
                         raise outcome.unsaved
                 if self._session.launcher.first and loader is not None:
-                    wing.save_loader(draft, loader)
+                    backend.save_loader(draft, loader)
 
     def rest_of(self, loader: Any) -> Iterable[Any]:
         """The batches of a loader that a resumed training has not read yet.
@@ -233,7 +232,7 @@ class Trainer(AbstractContextManager):
         loader (a DataLoader's drop_last=True).
         """
         resume = self._session.options.resume
-        state = self._session.wing.saved_loader(Path(resume)) if resume else None
+        state = self._session.backend.saved_loader(Path(resume)) if resume else None
         loads = state is not None and hasattr(loader, "load_state_dict")
         if loads and self.number == self._first:
             loader.load_state_dict(state)
@@ -277,8 +276,8 @@ class Trainer(AbstractContextManager):
         """The next batch, None where it is not needed here, and its micro-batches; or None."""
         session = self._session
         self._heed()
-        session.wing.check_caller()
-        looks = session.wing.looks and not session.started
+        session.backend.check_caller()
+        looks = session.backend.looks and not session.started
         if id(iterator) in self._read:  # an interrupt came before it was trained on
             _, batch = self._read[id(iterator)]
         else:
@@ -303,8 +302,8 @@ class Trainer(AbstractContextManager):
         """How many micro-batches of a replica it has samples for, up to the table's."""
         table, session = self._endless.table, self._session
         try:
-            pair = as_pair(batch, self.number, session.wing.trees)
-            own = samples_of(pair, session.wing.trees) // session.options.replicas
+            pair = as_pair(batch, self.number, session.backend.trees)
+            own = samples_of(pair, session.backend.trees) // session.options.replicas
             return min(table.microbatches, own * table.per_sequence)
         except (ValueError, StopIteration):  # told when it is cut
             return table.microbatches
@@ -327,12 +326,12 @@ class Trainer(AbstractContextManager):
             if run.check and not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
-        data = Data({number: batch}, range(number, number + 1), session.wing.trees)
+        data = Data({number: batch}, range(number, number + 1), session.backend.trees)
         session.submit(endless.work(number, self._begun), data)
         session.done += 1
         self._begin_step()
         self._under_way.append(data)
-        if number == self._first and not (session.wing.draws or endless.ahead):
+        if number == self._first and not (session.backend.draws or endless.ahead):
             # The first forwards show whether they draw random numbers: the next batch, whose
             # reading may draw some from the same generator, is read after them.
             self._collect()
@@ -450,7 +449,7 @@ class Trainer(AbstractContextManager):
             raise RunError(f"this training has ended: {self._session.failure}")
         if not later:
             self._heed()
-        with Noted(once=True) as interrupts, self._session.wing.context():
+        with Noted(once=True) as interrupts, self._session.backend.context():
             try:
                 yield
                 if interrupts.seen and not later:
@@ -475,7 +474,7 @@ class Trainer(AbstractContextManager):
     def _check_start(self, resume: Any) -> None:
         """ValueError for a checkpoint without versions that are still to be read."""
         later = self._endless.later(self._session.done - 1)
-        for s, state in self._session.wing.start.items():
+        for s, state in self._session.backend.start.items():
             if not {v for v in later[s] if v <= max(state.weights)} <= {*state.weights}:
                 raise ValueError(
                     f"{resume} was made at the end of its table, without the older weights that "

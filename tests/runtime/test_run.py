@@ -26,7 +26,8 @@ from torch.nn import functional as F
 import pipelab
 from pipelab import Action, Costs, Kind, Reads, Recompute, RunError, Schedule, make, run, simulate
 from pipelab.models import mlp, split
-from pipelab.runtime import wings
+from pipelab.runtime import backends
+from pipelab.runtime.backends import backend_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order
 from pipelab.runtime.stage import Device
@@ -34,7 +35,6 @@ from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.torch.weights import VersionedStage
 from pipelab.runtime.transport import Aborted, Transport
-from pipelab.runtime.wings import wing_of
 from tests.conftest import FLUSH, examples, pairs, tables
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -482,11 +482,11 @@ def test_an_interrupt_stops_all_work_and_leaves_no_thread_behind(devices):
     assert 4 <= len(slow.calls) < 150
 
 
-@pytest.mark.parametrize("module", ["pipelab.runtime.run", "pipelab.runtime.torch.wing"])
+@pytest.mark.parametrize("module", ["pipelab.runtime.run", "pipelab.runtime.torch.backend"])
 def test_an_interrupt_of_the_first_run_comes_after_its_imports(module, monkeypatch):
     """One that is broken off leaves torch half-made, and shows 60 lines of imports."""
     done = []
-    wing_of.cache_clear()
+    backend_of.cache_clear()
 
     def interrupted(load, name, *rest):
         if name == module:
@@ -494,7 +494,7 @@ def test_an_interrupt_of_the_first_run_comes_after_its_imports(module, monkeypat
             done.append(name)
         return load(name, *rest)
 
-    ways = (builtins, "__import__"), (pipelab, "import_module"), (wings, "import_module")
+    ways = (builtins, "__import__"), (pipelab, "import_module"), (backends, "import_module")
     for owner, name in ways:
         monkeypatch.setattr(owner, name, partial(interrupted, getattr(owner, name)))
     with pytest.raises(KeyboardInterrupt) as stop:
@@ -956,9 +956,9 @@ def test_arguments_that_do_not_fit(change, message):
 
 @pytest.mark.parametrize(("gib", "said"), [(1.0, 0), (2**-30, 1)])
 def test_a_check_without_room_is_told_of_before_it_starts(gib, said, monkeypatch):
-    from pipelab.runtime.torch import wing
+    from pipelab.runtime.torch import backend
 
-    monkeypatch.setattr(wing.TorchWing, "free", lambda self: gib * 2**30)
+    monkeypatch.setattr(backend.TorchBackend, "free", lambda self: gib * 2**30)
     given = make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -968,14 +968,14 @@ def test_a_check_without_room_is_told_of_before_it_starts(gib, said, monkeypatch
     assert len(room) == said
     weights = sum(p.numel() for stage in stages(2) for p in stage.parameters())
     single = stages(2, dtype=torch.float32)
-    ours = wing.TorchWing(given[0], single, Options(loss=F.mse_loss, optimizer=SGD))
+    ours = backend.TorchBackend(given[0], single, Options(loss=F.mse_loss, optimizer=SGD))
     assert ours.needed(2) == 32 * weights
 
 
 def test_a_containers_limit_is_what_is_free(tmp_path, monkeypatch):
-    from pipelab.runtime.torch.wing import TorchWing
+    from pipelab.runtime.torch.backend import TorchBackend
 
-    own = TorchWing(make("gpipe", 2, 2), stages(2), Options(loss=F.mse_loss, optimizer=SGD))
+    own = TorchBackend(make("gpipe", 2, 2), stages(2), Options(loss=F.mse_loss, optimizer=SGD))
     whole = own.free()
     (
         (tmp_path / "memory.max").write_text("3000\n"),
@@ -988,10 +988,10 @@ def test_a_containers_limit_is_what_is_free(tmp_path, monkeypatch):
 
 
 def test_a_batch_without_room_is_not_asked_undivided(monkeypatch):
-    from pipelab.runtime.torch import wing
+    from pipelab.runtime.torch import backend
 
     free = [float("inf")]
-    monkeypatch.setattr(wing.TorchWing, "free", lambda self: free[0])
+    monkeypatch.setattr(backend.TorchBackend, "free", lambda self: free[0])
     wide = stages(3, width=16, dtype=torch.float32)
     data = batches(2, samples=64, width=16, dtype=torch.float32)
 
@@ -1016,10 +1016,10 @@ def test_a_device_may_be_torchs_own():
 
 
 def test_what_this_machine_has_free_is_known():
-    from pipelab.runtime.torch import wing
+    from pipelab.runtime.torch import backend
 
     given = make("gpipe", 2, 2), stages(2), Options(loss=F.mse_loss, optimizer=SGD)
-    assert 2**20 < wing.TorchWing(*given).free() < 2**50
+    assert 2**20 < backend.TorchBackend(*given).free() < 2**50
 
 
 def test_weights_are_compared_too(monkeypatch):

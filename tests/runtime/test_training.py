@@ -379,7 +379,7 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
         num_pp=3, num_dp=2
     )
     from pipelab.runtime.options import Options
-    from pipelab.runtime.torch.wing import TorchJob
+    from pipelab.runtime.torch.backend import TorchJob
 
     def rank(row, replica):
         job = TorchJob(

@@ -24,6 +24,7 @@ from pipelab import RunError, Schedule, Trainer, make, run
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch, Order
 from pipelab.runtime.torch import (
+    backend,
     cuda,
     device,
     groups,
@@ -31,7 +32,6 @@ from pipelab.runtime.torch import (
     ranks,
     streams,
     weights,
-    wing,
 )
 from pipelab.table.action import HOST
 from tests.runtime.test_run import SGD, batches, stages
@@ -131,7 +131,7 @@ def gpu(monkeypatch, request):
     monkeypatch.setattr(Stream, "done", Counter(), raising=False)
     known.cuda.streams = [Cuda.callers]
     monkeypatch.setattr(
-        wing,
+        backend,
         "torch_device",
         lambda _, rank, apart: cuda.CudaDevice(
             request.param,
@@ -410,7 +410,7 @@ def test_jobs_and_data_go_to_processes_without_their_gpu(monkeypatch):
     monkeypatch.setattr(nn.Module, "cpu", lambda module: (moved.append(module), module)[1])
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: (moved.append(t), t)[1])
     model = nn.Linear(2, 2)
-    job = object.__new__(wing.TorchJob)
+    job = object.__new__(backend.TorchJob)
     job.modules = {0: model}
     sent = job.__getstate__()["modules"][0]
     assert moved == [sent] and sent is not model
@@ -432,7 +432,7 @@ def test_ranks_take_gpus_by_their_number_on_the_machine(name, monkeypatch):
     options = Options(loss=None, devices=None)
     told = nullcontext() if name else pytest.warns(UserWarning, match="LOCAL_RANK.*cuda:0 of 4")
     with told:
-        _, names = wing._launcher(make("gpipe", 8, 8), options)
+        _, names = backend._launcher(make("gpipe", 8, 8), options)
     assert names == ["cuda:2" if name else "cuda:0"] * 8
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipelab import make, parts, run
-from pipelab.runtime.torch import names, wing
+from pipelab.runtime.torch import backend, names
 from pipelab.runtime.torch import parts as module
 from tests.runtime.test_run import SGD, batches, stages
 
@@ -214,9 +214,9 @@ def test_a_run_goes_to_the_parts_that_its_devices_name(machine, monkeypatch):
         taken[worker] = names.find_part(name)
         return real("cpu", worker)
 
-    real = wing.torch_device
-    monkeypatch.setattr(wing, "torch_device", on_cpu)
-    monkeypatch.setattr(wing, "find_device", lambda name: torch.device("cpu"))
+    real = backend.torch_device
+    monkeypatch.setattr(backend, "torch_device", on_cpu)
+    monkeypatch.setattr(backend, "find_device", lambda name: torch.device("cpu"))
     given = make("gpipe", 3, 2), stages(3), batches(1)
     result = run(*given, torch.nn.functional.mse_loss, SGD, devices="cuda:0/3")
     assert result.check.passed

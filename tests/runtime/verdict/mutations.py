@@ -1,7 +1,7 @@
 """Ways in which an executor could be wrong, and small trainings of torch and jax to try them on.
 
 A mutation is a function (sabotage, case) that changes what the stages of one run do. What differs
-between the two wings (how a stage holds its sums, its weights, its optimizer's state) is in a
+between the two backends (how a stage holds its sums, its weights, its optimizer's state) is in a
 `Hands`; the mutations are written once.
 """
 
@@ -26,13 +26,13 @@ from torch.nn.functional import linear, mse_loss
 
 from pipelab import Recompute, Schedule, make, run
 from pipelab.jax import arguments as jax_arguments
+from pipelab.jax import backend as jax_backend
 from pipelab.jax import stage as jax_stage
-from pipelab.jax import wing as jax_wing
+from pipelab.jax.backend import JaxJob
 from pipelab.jax.stage import JaxStage
-from pipelab.jax.wing import JaxJob
 from pipelab.models import split
+from pipelab.runtime.torch.backend import TorchJob
 from pipelab.runtime.torch.stage import TorchStage
-from pipelab.runtime.torch.wing import TorchJob
 from pipelab.runtime.transport import Transport
 from pipelab.runtime.verdict.check import Check
 
@@ -49,7 +49,7 @@ class Case:
     options  for `run`
     """
 
-    wing: str = "torch"
+    backend: str = "torch"
     precision: str = "float32"
     optimizer: str = "momentum"
     schedule: Schedule = field(default_factory=lambda: make("gpipe", 3, 4, batches=2))
@@ -65,14 +65,14 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.wing} {self.precision} {self.optimizer} {self.schedule.name}"
+        return f"{self.backend} {self.precision} {self.optimizer} {self.schedule.name}"
 
     @property
     def draws(self) -> bool:
         return self.dropout > 0
 
 
-# ---- models, the same numbers in both wings
+# ---- models, the same numbers in both backends
 
 
 def numbers_of(case: Case) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
@@ -187,7 +187,7 @@ def jax_optimizer(name: str) -> optax.GradientTransformation:
     }[name]()
 
 
-# ---- the two wings
+# ---- the two backends
 
 
 class TorchHands:
@@ -277,10 +277,10 @@ HANDS = {"torch": TorchHands(), "jax": JaxHands()}
 
 
 class Sabotage:
-    """Changes the methods of a wing's stages for one run; stages know their `number` meanwhile."""
+    """Changes a backend's stages for one run; they know their `number` meanwhile."""
 
     def __init__(self, case: Case, patch: pytest.MonkeyPatch) -> None:
-        self.case, self.patch, self.hands = case, patch, HANDS[case.wing]
+        self.case, self.patch, self.hands = case, patch, HANDS[case.backend]
         make_stages = self.hands.job.stages
 
         def numbered(job: Any, home: Any) -> dict[int, Any]:
@@ -772,7 +772,7 @@ def verdict(case: Case, mutation: Mutation | None = None, **options: Any) -> Che
             options.setdefault("seed", 1)
         loss = loss_of(case.scaled[1] if case.scaled[0] == "loss" else 1.0)
         data = data_of(case)
-        if case.wing == "torch":
+        if case.backend == "torch":
             dtype = getattr(torch, case.precision)
             pairs = [tuple(torch.tensor(a).to(dtype) for a in pair) for pair in data]
             of_torch = torch_stages(case), pairs, loss, torch_optimizer(case.optimizer)
@@ -807,7 +807,7 @@ def compiled_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax_wing, "check_optimizer", check_optimizer)
+        patch.setattr(jax_backend, "check_optimizer", check_optimizer)
         patch.setattr(jax_stage, "Function", cache(jax_stage.Function))
         patch.setattr(jax_stage, "step_of", step_once)
         yield

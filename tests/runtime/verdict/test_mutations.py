@@ -1,6 +1,6 @@
 """Each way in which an executor could be wrong must fail the check, and no right run may fail it.
 
-The matrix, kind x precision x wing x optimizer x schedule, is printed with `pytest -s`.
+The matrix, kind x precision x backend x optimizer x schedule, is printed with `pytest -s`.
 """
 
 import ast
@@ -83,7 +83,7 @@ def mutations_of(case):
         found += WITH_MOMENTUM
     if case.precision != "bfloat16":
         found += FINE
-    if case.wing == "torch":
+    if case.backend == "torch":
         found.append(m.scheduler_before_optimizer)
     if case.schedule.per_update > 1:
         found.append(m.sizes_ignored)
@@ -140,13 +140,13 @@ PAIRS = [
 ]
 
 
-def case_of(wing, precision, optimizer, name):
-    return Case(wing, precision, optimizer, (FLUSH | ASYNCHRONOUS)[name])
+def case_of(backend, precision, optimizer, name):
+    return Case(backend, precision, optimizer, (FLUSH | ASYNCHRONOUS)[name])
 
 
-def by_turns(wing, *precisions):
+def by_turns(backend, *precisions):
     """Each kind once: the pairs of these precisions that have it take turns, as pair -> kinds."""
-    pairs = [of for of in PAIRS if of[0] == wing and of[1] in precisions]
+    pairs = [of for of in PAIRS if of[0] == backend and of[1] in precisions]
     known = {of: mutations_of(case_of(*of)) for of in pairs}
     found = {of: [] for of in pairs}
     for turn, kind in enumerate(dict.fromkeys(chain(*known.values()))):
@@ -169,38 +169,38 @@ def test_every_kind_of_the_matrix_has_its_turn_in_every_precision():
     assert jax >= {kind for of, kinds in whole.items() if of[0] == "jax" for kind in kinds}
 
 
-@pytest.mark.parametrize(("wing", "precision", "optimizer", "name"), PAIRS)
-def test_no_verdict_is_wrong(wing, precision, optimizer, name):
-    kinds = TURNS[wing, precision, optimizer, name]
-    assert kinds and matrix(case_of(wing, precision, optimizer, name), kinds) == []
+@pytest.mark.parametrize(("backend", "precision", "optimizer", "name"), PAIRS)
+def test_no_verdict_is_wrong(backend, precision, optimizer, name):
+    kinds = TURNS[backend, precision, optimizer, name]
+    assert kinds and matrix(case_of(backend, precision, optimizer, name), kinds) == []
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("wing", "precision", "optimizer", "name"), dict.fromkeys([*PAIRS, *MATRIX])
+    ("backend", "precision", "optimizer", "name"), dict.fromkeys([*PAIRS, *MATRIX])
 )
-def test_no_verdict_is_wrong_whatever_is_combined(wing, precision, optimizer, name):
-    assert matrix(case_of(wing, precision, optimizer, name)) == []
+def test_no_verdict_is_wrong_whatever_is_combined(backend, precision, optimizer, name):
+    assert matrix(case_of(backend, precision, optimizer, name)) == []
 
 
 # ---- what has a kind of its own
 
 
-@pytest.mark.parametrize("wing", ["torch", "jax"])
-def test_backwards_in_two_halves(wing):
-    assert matrix(Case(wing, schedule=make("zb_h1", 3, 4)), HALVES) == []
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_backwards_in_two_halves(backend):
+    assert matrix(Case(backend, schedule=make("zb_h1", 3, 4)), HALVES) == []
 
 
-@pytest.mark.parametrize("wing", ["torch", "jax"])
-def test_a_clip_that_leaves_a_stage_out(wing):
-    case = Case(wing, options=(("clip", 1e-2),))
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_clip_that_leaves_a_stage_out(backend):
+    case = Case(backend, options=(("clip", 1e-2),))
     assert matrix(case, [m.clip_omits_a_stage]) == []
 
 
-@pytest.mark.parametrize("wing", ["torch", "jax"])
-def test_what_shows_only_in_recomputation(wing):
-    assert matrix(always(Case(wing, dropout=0.3)), [m.other_dropout_in_recomputation]) == []
-    stashing = replace(Case(wing), schedule=ASYNCHRONOUS["stashing"])
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_what_shows_only_in_recomputation(backend):
+    assert matrix(always(Case(backend, dropout=0.3)), [m.other_dropout_in_recomputation]) == []
+    stashing = replace(Case(backend), schedule=ASYNCHRONOUS["stashing"])
     assert matrix(always(stashing), [m.backward_reads_the_latest]) == []
 
 
@@ -254,7 +254,7 @@ SCALES = [  # six layers: more would leave float32's range, or tanh's slope
 
 
 @pytest.mark.parametrize(
-    ("wing", "what", "factor"),
+    ("backend", "what", "factor"),
     [
         *(("torch", *scale) for scale in SCALES[::2]),
         *thorough(*(("torch", *scale) for scale in SCALES[1::2])),
@@ -262,17 +262,17 @@ SCALES = [  # six layers: more would leave float32's range, or tanh's slope
         *thorough(*(("jax", *scale) for scale in SCALES if scale != SCALES[2])),
     ],
 )
-def test_no_constant_changes_a_verdict(wing, what, factor):
-    case = Case(wing, "float32", "adam", scaled=(what, factor))
+def test_no_constant_changes_a_verdict(backend, what, factor):
+    case = Case(backend, "float32", "adam", scaled=(what, factor))
     assert verdict(case).passed
     assert not verdict(case, m.microbatch_slightly_more).passed
     assert not verdict(case, m.no_update).passed
 
 
-@pytest.mark.parametrize("wing", ["torch", "jax"])
-def test_gradients_near_the_smallest_number(wing):
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_gradients_near_the_smallest_number(backend):
     """1e-38 in float32: rounding is coarse there."""
-    case = Case(wing, "float32", "adam", scaled=("layer", 1e-6))
+    case = Case(backend, "float32", "adam", scaled=("layer", 1e-6))
     assert verdict(case).passed
     assert not verdict(case, m.gradient_random).passed
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipelab import Recompute, RunError, evaluate, make, run
+from pipelab.runtime.torch.backend import TorchBackend
 from pipelab.runtime.torch.settings import repeatable
 from pipelab.runtime.torch.stage import TorchStage
-from pipelab.runtime.torch.wing import TorchWing
 from pipelab.runtime.verdict.check import How
 from tests.runtime.test_run import batches, stages
 
@@ -814,7 +814,7 @@ class Unsteady(nn.Linear):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_checked_run_repeats_itself_or_says_that_it_does_not(told, monkeypatch, recwarn):
-    monkeypatch.setattr(TorchWing, "repeatable", lambda self: repeatable())
+    monkeypatch.setattr(TorchBackend, "repeatable", lambda self: repeatable())
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     modules = [nn.Sequential(Unsteady(told), nn.Tanh()), linear()]
     found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
@@ -832,7 +832,7 @@ class Set(nn.Linear):
 
 
 def test_processes_repeat_themselves_too(monkeypatch):
-    monkeypatch.setattr(TorchWing, "repeatable", lambda self: repeatable())
+    monkeypatch.setattr(TorchBackend, "repeatable", lambda self: repeatable())
     modules = [Set(WIDTH, WIDTH), linear()]
     found = run(GPIPE, modules, data(), F.mse_loss, SGD, backend="processes", timeout=600)
     assert found.check.passed and not found.check.ratio, found

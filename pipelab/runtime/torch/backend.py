@@ -21,7 +21,7 @@ from pipelab.runtime.batches import Data, cut_batch, samples_of
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order
-from pipelab.runtime.session import Wing
+from pipelab.runtime.session import Backend
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.alike import check_alike, check_memory, check_slices, shared_buffers
@@ -127,7 +127,7 @@ class TorchJob(Job):
         return None
 
 
-class TorchWing(Wing):
+class TorchBackend(Backend):
     """Torch modules in threads, processes or ranks of a cluster; with checkpoints and dumps."""
 
     trees = TREES

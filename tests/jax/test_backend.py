@@ -368,7 +368,7 @@ def test_weights_are_rounded_as_in_the_run():
     [("jax", "torch"), *thorough(("runtime.torch", "jax"))],  # in make test: test_layers
 )
 def test_neither_side_loads_the_other(side, other):
-    code = f"import pipelab.{side}.wing, sys; print({other!r} in sys.modules)"
+    code = f"import pipelab.{side}.backend, sys; print({other!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -16,7 +16,7 @@ from pipelab.jax.replay import JaxModel
 from pipelab.jax.stage import JaxStage, digest_of, digest_of_optimizer
 from pipelab.runtime.batches import cut_batch, samples_of
 from pipelab.runtime.options import Options
-from pipelab.runtime.session import Wing
+from pipelab.runtime.session import Backend
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.worker import Job
 from pipelab.table.action import Kind
@@ -55,7 +55,7 @@ class JaxJob(Job):
                     stage.compile(shapes, self.draws)
 
 
-class JaxWing(Wing):
+class JaxBackend(Backend):
     """JAX stages in threads, of this process or of all those of jax.distributed."""
 
     optimizer = "update", "an optax transformation, such as optax.sgd(0.1)"
