@@ -63,7 +63,7 @@ class Agreement:
                 break
             noise = np.maximum(noise, distance(again(seed), truth))
         if error.any() and _beside(np.abs(truth), noise) <= check.limit:
-            check.unjudged.append(name)  # zeros would pass as well
+            check.unjudged.append(f"{name} (zeros would pass as well)")
         if ratio > check.ratio:
             check.ratio, check.worst, check.passed = ratio, name, ratio <= check.limit
             check.tensors = {} if check.passed else {"run": got, "one device": truth}

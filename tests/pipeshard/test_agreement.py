@@ -78,7 +78,7 @@ def test_a_step_that_overflows_as_on_one_device_is_not_judged():
     pipeline = parallelize(step, Pipeshard(4, devices=TWO))
     assert np.isinf(pipeline(state, batch)[1])
     check = pipeline.compare(state, batch)
-    assert check.passed and "the loss" in check.unjudged, check
+    assert check.passed and "Not compared: the loss (zeros" in str(check), check
 
 
 def two_layers(params, batch):

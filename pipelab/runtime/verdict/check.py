@@ -73,7 +73,7 @@ class Check:
                     f" Smaller errors may not show; furthest off is {self.worst}, by "
                     f"{self.ratio:.2g} times that (limit {self.limit:g})."
                 )
-            return text
+            return text + f" Not compared: {'; '.join(self.unjudged)}." * bool(self.unjudged)
         far = f"{self.worst} is {self.ratio:.2g} times further from one device's than another "
         why = (
             []
