@@ -20,7 +20,7 @@ from pipelab.jax.jaxpr import all_equations
 from pipelab.jax.passes import EXACT
 from pipelab.runtime.options import Options
 from pipelab.runtime.verdict.compare import EPS_32
-from pipelab.runtime.verdict.replay import Piece, Sums, Weights
+from pipelab.runtime.verdict.replay import Library, Piece, Sums, Weights
 
 
 class _Ran(NamedTuple):
@@ -29,25 +29,23 @@ class _Ran(NamedTuple):
     s: int
     arguments: tuple
     pull: Any
-    outputs: Any
     loss: tuple[Any, float] | None
 
 
-class JaxLibrary:
+class JaxLibrary(Library):
     """See `replay.Library`; `wide`: the type to compute in, if not the run's.
 
     nudge  how far weights are moved up or down before anything is computed, in their eps
     """
 
-    lanes, nudge = 1, 0
+    trees, nudge = TREES, 0
 
     def __init__(
         self, parts: Sequence[Part], options: Options, device: jax.Device, wide: str = ""
     ) -> None:
         self.options, self.device, self.wide = options, device, wide
         self.double = bool(jax.config.read("jax_enable_x64"))  # the caller's
-        self.stages, self.drew = len(parts), False
-        self.outputs: Any = None
+        self.stages = len(parts)
         self.applies = [apply for apply, _ in parts]
         self.specs: list[Any] = [jax.tree.structure(parameters) for _, parameters in parts]
         self.names = [names(parameters) for _, parameters in parts]
@@ -55,36 +53,41 @@ class JaxLibrary:
         self._programs = [*map(programs, self.applies, losses)]
 
     def place(self, weights: Weights) -> Weights:
-        with self._active():
+        with self.active():
             placed = {name: self._widened(jnp.asarray(w)) for name, w in weights.items()}
             return {name: self._nudged(w) for name, w in placed.items()} if self.nudge else placed
 
     def forward(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
         last = s == self.stages - 1
-        with self._active():
-            parameters = self.specs[s].unflatten([weights[name] for name in self.names[s]])
-            floats, others = _divide(x) if s else (None, self._data(x))
+        with self.active():
+            parameters = self._tree(s, weights)
+            entered, data = (x, None) if s else (None, self._data(x))
             target = self._data(piece.y) if last else None
             seed = None if piece.seeds is None else np.uint32(piece.seeds[s])
             self.drew |= seed is not None
-            arguments = parameters, floats, others, target, seed
+            arguments = parameters, entered, data, target, seed
             keep, pull = self.options.training and not piece.again, None
             if keep:
-                made, pull, rest = self._programs[s].graph(*arguments)
+                y, pull, rest = self._programs[s].graph(*arguments)
             else:
-                made, rest = self._programs[s].alone(*arguments)
-            others, count, output = rest
-            y = _join(made, others)
+                y, rest = self._programs[s].alone(*arguments)
+            if self.wide == "float64":
+                traced = self._programs[s].graph.trace(*arguments).jaxpr
+                results = (v.aval for eqn in all_equations(traced.eqns) for v in eqn.outvars)
+                types = {getattr(each, "dtype", bool) for each in results}
+                of_floats = (float(jnp.finfo(t).eps) for t in types if _inexact(t))
+                self.narrowest = max([self.narrowest, *of_floats])
+            count, output = rest
             if self.outputs is not None and last:
                 self.outputs.append((output, target))
         loss = (y, float(piece.samples if count is None else count)) if last else None
-        return y, (), _Ran(s, arguments, pull, made, loss)
+        return y, (), _Ran(s, arguments, pull, loss)
 
     def again(self, kept: _Ran) -> _Ran:
         if kept.pull is None:
-            with self._active():
-                made, pull, _ = self._programs[kept.s].graph(*kept.arguments)
-            kept = kept._replace(outputs=made, pull=pull)
+            with self.active():
+                _, pull, _ = self._programs[kept.s].graph(*kept.arguments)
+            kept = kept._replace(pull=pull)
         return kept  # the loss that is reported is that of the first forward
 
     def start(self, kept: _Ran, unit: float) -> tuple[Any, float]:
@@ -95,69 +98,43 @@ class JaxLibrary:
         return start, float(start)
 
     def pull(self, kept: _Ran, gradient: Any, owed: Any, weighs: bool, sums: Sums) -> tuple:
-        with self._active():
-            parameters, floats = kept.arguments[:2]
+        with self.active():
             if not sums:
-                zeros = [jnp.zeros(w.shape, sum_type(w.dtype)) for w in jax.tree.leaves(parameters)]
+                weights = jax.tree.leaves(kept.arguments[0])
+                zeros = [jnp.zeros(w.shape, sum_type(w.dtype)) for w in weights]
                 sums.update(zip(self.names[kept.s], zeros, strict=True))
+            total, back = _pulled(kept.pull, gradient, [*sums.values()])
             if not weighs:
-                return jax.tree.map(jnp.zeros_like, floats), ()
-            total = [sums[name] for name in self.names[kept.s]]
-            total, back = _pulled(kept.pull, gradient, total)
-            sums.update(zip(self.names[kept.s], total, strict=True))
+                return jax.tree.map(jnp.zeros_like, back), ()
+            sums.update(zip(sums, total, strict=True))
             return back, ()
 
     # ---- sums
 
     def divided(self, sums: Sums, divisor: float) -> Sums:
-        with self._active():
+        with self.active():
             return dict(zip(sums, _divided([*sums.values()], divisor), strict=True))
 
     # ---- what is asked of it beside
 
-    def buffers(self) -> list[Weights]:
-        return [{} for _ in self.specs]
+    def layers(self, s: int, weights: Weights) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+        def stage(x: Any) -> Any:
+            with self.active():
+                return self.applies[s](self._tree(s, weights), x if s else self._data(x))
 
-    def end_update(self) -> None:
-        return None
-
-    def traces(self) -> bool:
-        return False
-
-    def joined_loss(self) -> float:
-        with self._active():
-            loss = self.options.loss(*TREES.joined(self.outputs or []))
-            return float(loss[0] if isinstance(loss, tuple) else loss)
-
-    def coupled(self, weights: Sequence[Weights], whole: Any, parts: Sequence[Any]) -> str:
-        with self._active():
-            whole, *parts = map(self._data, (whole, *parts))
-            for s, apply in enumerate(self.applies):
-                parameters = self.specs[s].unflatten([weights[s][n] for n in self.names[s]])
-                whole, *parts = (apply(parameters, x) for x in (whole, *parts))
-                pairs = zip(
-                    jax.tree.leaves(whole), jax.tree.leaves(TREES.joined(parts)), strict=True
-                )
-                if not all(np.allclose(a, b, 1e-9, 1e-12, equal_nan=True) for a, b in pairs):
-                    return f"stage {s}"
-        return ""
-
-    def narrowest(self, weights: Sequence[Mapping[int, Weights]], piece: Piece) -> float:
-        x, found = piece.x, [0.0]
-        for s in range(self.stages):
-            x, _, ran = self.forward(s, weights[s][piece.reads[s]], x, (), piece)
-            with self._active():
-                traced = self._programs[s].graph.trace(*ran.arguments)
-            found += map(_narrowed, all_equations(traced.jaxpr.jaxpr.eqns))
-        return max(found)
+        yield f"stage {s}", stage
 
     # ---- pieces of it
 
     @contextmanager
-    def _active(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         double = self.double or self.wide == "float64"
         with jax.default_device(self.device), jax.enable_x64(double):
             yield
+
+    def _tree(self, s: int, weights: Weights) -> Any:
+        """A stage's parameters."""
+        return self.specs[s].unflatten([weights[name] for name in self.names[s]])
 
     def _data(self, tree: Any) -> Any:
         """Data as the run takes them, where float64 may become float32."""
@@ -178,9 +155,9 @@ class JaxLibrary:
 
 
 class Programs(NamedTuple):
-    """A stage: (parameters, differentiable inputs, others, target, seed) -> outputs, the others.
+    """A stage: (parameters, input, or else data, target, seed) -> output, what comes beside.
 
-    graph  returns between them its pullback: gradients of the outputs -> of parameters and inputs
+    graph  returns between them its pullback: gradient of the output -> of parameters and input
     """
 
     alone: Any
@@ -191,25 +168,24 @@ class Programs(NamedTuple):
 def programs(apply: Callable, loss: Callable | None) -> Programs:
     """What stages of the same function share, once compiled."""
 
-    def alone(parameters: Any, floats: Any, others: Any, target: Any, seed: Any) -> Any:
+    def alone(parameters: Any, entered: Any, data: Any, target: Any, seed: Any) -> Any:
         key = () if seed is None else (jax.random.key(seed),)
-        output = y = apply(parameters, _join(floats, others), *key)
+        output = y = apply(parameters, entered if data is None else data, *key)
         count = None
         if loss:
             value = loss(y, target)
             y, count = value if isinstance(value, tuple) else (value, None)
-        floats, others = _divide(y)
-        return floats, (others, count, output if loss else None)
+        return y, (count, output if loss else None)
 
-    def graph(parameters: Any, floats: Any, *rest: Any) -> Any:
-        return jax.vjp(lambda p, x: alone(p, x, *rest), parameters, floats, has_aux=True)
+    def graph(parameters: Any, entered: Any, *rest: Any) -> Any:
+        return jax.vjp(lambda p, x: alone(p, x, *rest), parameters, entered, has_aux=True)
 
     return Programs(*(jax.jit(run, compiler_options=EXACT) for run in (alone, graph)))
 
 
 def _pull(pull: Any, gradient: Any, sums: list[Any]) -> tuple[list[Any], Any]:
-    parameters, floats = pull(gradient)
-    return list(map(jnp.add, sums, jax.tree.leaves(parameters))), floats
+    parameters, entered = pull(gradient)
+    return list(map(jnp.add, sums, jax.tree.leaves(parameters))), entered
 
 
 _pulled = jax.jit(_pull, compiler_options=EXACT)
@@ -341,7 +317,7 @@ class JaxSteps:
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
         """The weights after a step from these."""
         library, after = self.library, list[Weights]()
-        with library._active():
+        with library.active():
             for s, (spec, names) in enumerate(zip(library.specs, library.names, strict=True)):
                 before, given = (
                     spec.unflatten([jnp.asarray(each[s][name]) for name in names])
@@ -367,32 +343,3 @@ def numbers(array: Any) -> np.ndarray:
 
 def _inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _divide(tree: Any) -> tuple[Any, Any]:
-    """What of a tree has a gradient and what has none, as trees with None in the others' places."""
-    floats = [_inexact(jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
-    leaves, spec = jax.tree.flatten(tree)
-    pairs = [*zip(leaves, floats, strict=True)]
-    return (
-        jax.tree.unflatten(spec, [leaf if is_float else None for leaf, is_float in pairs]),
-        jax.tree.unflatten(spec, [None if is_float else leaf for leaf, is_float in pairs]),
-    )
-
-
-def _join(floats: Any, others: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, other: other if leaf is None else leaf,
-        floats,
-        others,
-        is_leaf=lambda leaf: leaf is None,
-    )
-
-
-def _narrowed(eqn: Any) -> float:
-    """The eps of a result that has fewer digits than what it is computed from; 0 if none has."""
-    given, made = (
-        [float(jnp.finfo(t).eps) for v in atoms if _inexact(t := getattr(v.aval, "dtype", bool))]
-        for atoms in (eqn.invars, eqn.outvars)
-    )
-    return max((eps for eps in made if given and eps > min(given)), default=0.0)

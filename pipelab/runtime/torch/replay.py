@@ -1,10 +1,11 @@
 """Torch's arithmetic for the replay: a micro-batch through a stage, its pull, and a step."""
 
 import warnings
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +21,9 @@ from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.names import names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.state import TREES, StageState, equal, load_buffers
-from pipelab.runtime.verdict.replay import Piece, Sums, Weights
+from pipelab.runtime.verdict.replay import Library, Piece, Sums, Weights
 
-Buffers = dict[tuple[nn.Module, str], Tensor | None]
+Buffers = list[dict[str, Any]]
 
 
 class _Ran(NamedTuple):
@@ -47,12 +48,14 @@ class _Ran(NamedTuple):
     loss: Any
 
 
-class TorchLibrary:
+class TorchLibrary(Library):
     """See `replay.Library`.
 
     modules   [lane][stage], without weights of their own
     wide      the type to compute in, if not the run's
     """
+
+    trees = TREES
 
     def __init__(
         self, model: "TorchModel", modules: Sequence[nn.Module], wide: str, lanes: int = 1
@@ -65,7 +68,6 @@ class TorchLibrary:
         copies = (copies_of(modules, empty=True) for _ in range(lanes))
         made: Any = nn.ModuleList(copies).to(self.device)
         self.modules = made if self.options.training else made.eval()
-        self.drew, self.outputs = False, None
         self.named = [[dict(s.named_parameters()) for s in of_lane] for of_lane in self.modules]
         for tensor in (*self.modules.parameters(), *self.modules.buffers()):
             tensor.data = self._widened(tensor.data)  # in place, so that tied ones stay tied
@@ -85,10 +87,11 @@ class TorchLibrary:
     def again(self, ran: _Ran) -> _Ran:
         if ran.before is None:
             return ran
-        now = self._copied_buffers(ran.piece.lane, ran.s)
-        _put(ran.before)
+        place = ran.piece.lane, ran.s
+        now = self._copied_buffers(*place)
+        self._put_buffers(*place, ran.before)
         _, _, ran = self._run(ran.s, ran.weights, ran.x, ran.past, ran.piece)
-        _put(now)
+        self._put_buffers(*place, now)
         return ran
 
     def _run(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
@@ -110,6 +113,8 @@ class TorchLibrary:
             if options.autocast and self.wide is None:
                 mixed = torch.autocast(self.device.type, options.autocast, cache_enabled=False)
                 stack.enter_context(mixed)
+            if self.wide is torch.float64:
+                stack.enter_context(_Narrowing(self))
             if piece.seeds is not None and self._draws.get((piece.lane, s), True):
                 stack.enter_context(self._drawing(piece.lane, s, piece.seeds[s]))
             y = self.modules[piece.lane][s](*given)
@@ -173,31 +178,17 @@ class TorchLibrary:
         kept = [(k, v) for of in held.values() for k, v in of.items() if not k.endswith("_hooks")]
         return kept, TREES.digest([*first.buffers()])
 
-    def joined_loss(self) -> float:
-        loss = self.options.loss(*TREES.joined(self.outputs or []))
-        return float(loss[0] if isinstance(loss, tuple) else loss)
+    def layers(self, s: int, weights: Weights) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+        self._bind(s, weights, 0)
+        stage, where = self.modules[0][s], f"stage {s}"
 
-    @torch.no_grad()
-    def coupled(self, weights: Sequence[Weights], whole: Any, parts: Sequence[Any]) -> str:
-        number, xs = 0, [self.moved(x) for x in (whole, *parts)]
-        near = partial(torch.allclose, rtol=1e-9, atol=1e-12, equal_nan=True)
-        for s, stage in enumerate(self.modules[0]):
-            self._bind(s, weights[s], 0)
-            plain = type(stage) is nn.Sequential
-            for layer in stage if plain else [stage]:
-                whole, *parts = xs = [layer(_copied(x)) for x in xs]
-                leaves = map(pytree.tree_leaves, (whole, TREES.joined(parts)))
-                if not all(near(a, b) for a, b in zip(*leaves, strict=True) if _is_float(a)):
-                    return f"layer {number}" if plain else f"stage {s}"
-                number += 1
-        return ""
+        def of(layer: nn.Module) -> Callable[[Any], Any]:
+            return lambda x: layer(self.moved(x))
 
-    def narrowest(self, weights: Sequence[Mapping[int, Weights]], piece: Piece) -> float:
-        x = piece.x
-        with _Narrowing() as narrowing:
-            for s in range(self.stages):
-                x, _, _ = self.forward(s, weights[s][piece.reads[s]], x, (), piece)
-        return narrowing.eps
+        if type(stage) is nn.Sequential:
+            yield from ((f"layer {i} of {where}", of(layer)) for i, layer in enumerate(stage))
+        else:
+            yield where, of(stage)
 
     # ---- contexts
 
@@ -237,14 +228,18 @@ class TorchLibrary:
             p.data = weights[name]
 
     def _copied_buffers(self, lane: int, s: int) -> Buffers:
-        """By their places; what is one stays one."""
-        places = {
-            (part, name): buffer
-            for part in self.modules[lane][s].modules()
-            for name, buffer in part._buffers.items()
-        }
-        copies = {id(b): None if b is None else b.detach().clone() for b in places.values()}
-        return {place: copies[id(b)] for place, b in places.items()}
+        """By part of a stage and name; what is one stays one."""
+        copies: dict[int, Any] = {}
+
+        def copied(buffer: Any) -> Any:
+            return copies.setdefault(id(buffer), _copied(buffer))
+
+        parts = self.modules[lane][s].modules()
+        return [{name: copied(b) for name, b in part._buffers.items()} for part in parts]
+
+    def _put_buffers(self, lane: int, s: int, buffers: Buffers) -> None:
+        for part, own in zip(self.modules[lane][s].modules(), buffers, strict=True):
+            part._buffers.update(own)
 
     def moved(self, data: Any) -> Any:
         """Copies on the device, since layers may work in place."""
@@ -269,11 +264,8 @@ class TorchLibrary:
         return [dict(stage.named_buffers()) for stage in self.modules[0]]
 
     def end_update(self) -> None:
-        first, *others = self.modules
-        for lane in others:
-            for part, of_first in zip(lane.modules(), first.modules(), strict=True):
-                for name, buffer in of_first._buffers.items():
-                    part._buffers[name] = None if buffer is None else buffer.clone()
+        for lane, s in product(range(1, self.lanes), range(self.stages)):
+            self._put_buffers(lane, s, self._copied_buffers(0, s))
 
     def load(self, start: Sequence[StageState]) -> None:
         """Begin with what modules keep beside their weights in a checkpoint."""
@@ -287,15 +279,18 @@ class TorchLibrary:
 class _Narrowing(TorchDispatchMode):
     """Notes the eps of results that have fewer digits than what they are computed from."""
 
-    eps = 0.0
+    def __init__(self, library: TorchLibrary) -> None:
+        super().__init__()
+        self.library = library
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
+        result, library = func(*args, **kwargs or {}), self.library
         given, made = (
             [torch.finfo(t.dtype).eps for t in pytree.tree_leaves(tree) if _is_float(t)]
             for tree in ((args, kwargs), result)
         )
-        self.eps = max([self.eps, *(eps for eps in made if given and eps > min(given))])
+        narrower = (eps for eps in made if given and eps > min(given))
+        library.narrowest = max([library.narrowest, *narrower])
         return result
 
 
@@ -360,13 +355,7 @@ class TorchModel:
         return self.library("float64")
 
     def whole(self, wide: str) -> TorchLibrary:
-        library = TorchLibrary(self, [_Whole(*self.modules)], wide)
-        buffers, attributes = (
-            {f"{s}.{k}": v for s, of in enumerate(self.start) for k, v in getattr(of, name).items()}
-            for name in ("buffers", "attributes")
-        )
-        library.load([StageState({}, buffers, attributes=attributes)])
-        return library
+        return TorchLibrary(self, [_Whole(*self.library().modules[0])], wide)
 
     def optimizer(self) -> "TorchSteps":
         return TorchSteps(self.modules, self.options.optimizer, self.device, self.start)
@@ -480,11 +469,6 @@ def sum_type(dtype: torch.dtype) -> torch.dtype:
     """The type in which gradients are added up."""
     narrow = dtype.is_floating_point and torch.finfo(dtype).bits < 32
     return torch.float32 if narrow else dtype
-
-
-def _put(buffers: Buffers) -> None:
-    for (part, name), buffer in buffers.items():
-        part._buffers[name] = buffer
 
 
 def _copied(tree: Any) -> Any:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 
+import numpy as np
+
 from pipelab.runtime.batches import length_of, mean_losses, samples_of
 from pipelab.runtime.verdict.compare import distance, norm
 from pipelab.runtime.verdict.order import TABLE
@@ -40,8 +42,9 @@ def differs_from_itself(what: str) -> str:
 class Batch:
     """The second question, asked of one update after another.
 
-    reasons   why the answer is no, in sentences
-    unjudged  what could not be asked, and why
+    reasons    why the answer is no, in sentences
+    unjudged   what could not be asked, and why
+    narrowest  the eps of the coarsest type to which a layer has rounded
     """
 
     def __init__(self, run: Trained, model: Model, rule: str) -> None:
@@ -51,7 +54,7 @@ class Batch:
         by_batch = (rule != TABLE and table.per_update == table.microbatches) or not table.training
         self.asks = by_batch and pieces > table.per_sequence and run.options.reference == "batches"
         self.next, self.first, self.undivided = 0, True, not model.depends_on_cut
-        self.missing = ""  # a weight that one device would give no gradient
+        self.missing, self.narrowest = "", 0.0  # a weight that one device would give no gradient
 
     def look_at(self, update: Update, total: Total, library: Library) -> None:
         """Ask an update, once; `library` has computed its total as the run did."""
@@ -67,7 +70,7 @@ class Batch:
             try:
                 self._ask(update, lambda precision: self._whole(update, total, precision))
             except Exception as error:  # a layer may insist on a size, say
-                self._not_undivided(f"{type(error).__name__}: {error}")
+                self._not_undivided(f"{type(error).__name__}: {error}".partition("\n")[0])
         if self.first and not self.undivided:
             with suppress(Exception):  # outputs that cannot be joined, say
                 self._ask(update, lambda precision: self._together(update, precision))
@@ -79,19 +82,9 @@ class Batch:
 
     def _ask(self, update: Update, share_in: Callable[[str], float]) -> None:
         """Compare in float32, and in doubt in float64."""
-        precision, share, least = "float64", 0.0, LEAST["float32"]
-        if self.model.precision != precision and (share := share_in("float32")) <= least:
+        if self.model.precision != "float64" and share_in("float32") <= LEAST["float32"]:
             return
-        try:
-            share, least = share_in(precision), LEAST[precision]
-        except Exception:
-            if not share:
-                raise
-            # It takes nothing but float32, in which the doubt began: that has to do.
-            precision, least = "float32", 100 * least
-        library = self.model.library("float64")
-        narrowest = library.narrowest(self._placed(library, update).weights, update.pieces[0])
-        if share <= max(least, 8 * narrowest):
+        if (share := share_in("float64")) <= max(LEAST["float64"], 8 * self.narrowest):
             return
         if self.missing:
             reason = (
@@ -99,7 +92,7 @@ class Batch:
                 "one; in a pipeline what arrives at a stage does. Freeze it, or let the first "
                 "stage's output want a gradient."
             )
-        elif abs(share_in(precision) - share) > max(self.model.noise, 1e-3) * share:
+        elif abs(share_in("float64") - share) > max(self.model.noise, 1e-3) * share:
             reason = differs_from_itself("the loss")
         else:
             where = self._coupled(update) if self.undivided else ""
@@ -115,7 +108,9 @@ class Batch:
             library, order = model.library(precision), update.order if gradients else []
             total = self._replay(library, update._replace(order=order), model.ties)
         reads = zip(update.weights, update.pieces[0].reads, strict=True)
-        weights = {f"{s}.{name}": w for s, (of, v) in enumerate(reads) for name, w in of[v].items()}
+        weights = {
+            _called(s, name): w for s, (of, v) in enumerate(reads) for name, w in of[v].items()
+        }
         order = [[0]] if gradients else []
         batch = Update(update.number, [self._batch(update)], [{0: weights}], order)
         whole = self._replay(model.whole(precision), batch, [{}])
@@ -128,7 +123,7 @@ class Batch:
         for s, (keys, count) in enumerate(zip(cut.keys, cut.counts, strict=True)):
             gaps, own = [], []
             for name, key in keys.items():
-                mean, other = numbers(cut.sums[key]) / count, whole.sums.get((0, f"{s}.{name}"))
+                mean, other = numbers(cut.sums[key]) / count, whole.sums.get((0, _called(s, name)))
                 if other is not None:
                     gaps.append(norm(distance(numbers(other) / whole.counts[0], mean)))
                     own.append(norm(mean))
@@ -149,7 +144,9 @@ class Batch:
         return _share_of_loss(library.joined_loss(), total)
 
     def _replay(self, library: Library, update: Update, ties) -> Total:
-        return replay(self.model, library, self._placed(library, update), self.run.unit, ties)
+        total = replay(self.model, library, self._placed(library, update), self.run.unit, ties)
+        self.narrowest = max(self.narrowest, library.narrowest)
+        return total
 
     def _placed(self, library: Library, update: Update) -> Update:
         return update._replace(weights=[Placed(library, of) for of in update.weights])
@@ -162,13 +159,22 @@ class Batch:
     def _coupled(self, update: Update) -> str:
         """The first layer whose output depends on the other samples, in words; if any does."""
         with suppress(Exception):
-            library = self.model.library("float64")
-            placed = self._placed(library, update).weights
-            reads = zip(placed, update.pieces[0].reads, strict=True)
-            parts = [piece.x for piece in update.pieces]
-            name = library.coupled([of[v] for of, v in reads], self._batch(update).x, parts)
-            return f"{name} couples samples." if name else ""
+            library, trees = self.model.library("float64"), self.model.trees
+            xs = [self._batch(update).x, *(piece.x for piece in update.pieces)]
+            for s, of in enumerate(self._placed(library, update).weights):
+                for name, layer in library.layers(s, of[update.pieces[0].reads[s]]):
+                    xs = [layer(x) for x in xs]
+                    leaves = (trees.flatten(x)[0] for x in (xs[0], trees.joined(xs[1:])))
+                    for pair in zip(*leaves, strict=True):
+                        whole, parts = map(self.model.numbers, pair)
+                        if not np.allclose(whole, parts, 1e-9, 1e-12, equal_nan=True):
+                            return f"{name.capitalize()} couples samples."
         return ""
+
+
+def _called(s: int, name: str) -> str:
+    """What the undivided model calls a stage's weight."""
+    return f"{s}.{name}".removesuffix(".")  # a stage may be one array, without a name
 
 
 def _share_of_loss(whole: float, cut: Total) -> float:

@@ -7,14 +7,17 @@ when, so not one bit may differ. It shares no code with the worker, the stages o
     stage  of one copy of the model, and detached from its neighbours, as in the run
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pipelab.runtime.batches import Trees
+from pipelab.runtime.options import Options
 
 Weights = Mapping[str, Any]  # a stage's, by name
 Sums = dict[Any, Any]  # of a stage's gradients, by name
@@ -55,23 +58,29 @@ class Update(NamedTuple):
     order: Sequence[Sequence[int]]
 
 
-class Library(Protocol):
+class Library(ABC):
     """A model's stages in their library's arithmetic: a micro-batch forward and back, and sums.
 
-    lanes    how many there are
-    stages   of one lane
-    drew     whether a forward has drawn random numbers
-    outputs  a list that takes (output, target) of every micro-batch, if there is one
+    lanes      how many there are
+    stages     of one lane
+    drew       whether a forward has drawn random numbers
+    outputs    a list that takes (output, target) of every micro-batch, if there is one
+    narrowest  if it computes in float64, the eps of the coarsest type to which a forward rounds
     """
 
-    lanes: int
+    trees: Trees
+    options: Options
     stages: int
-    drew: bool
-    outputs: Any
+    lanes = 1
+    drew = False
+    outputs: Any = None
+    narrowest = 0.0
 
+    @abstractmethod
     def place(self, weights: Weights) -> Weights:
         """Copies of a stage's weights to compute with: forwards may write into them."""
 
+    @abstractmethod
     def forward(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
         """Run a stage, and behind the last one the loss.
 
@@ -79,12 +88,15 @@ class Library(Protocol):
         which has behind the last stage `loss`, (mean, count).
         """
 
+    @abstractmethod
     def again(self, ran: Any) -> Any:
         """What `pull` takes of a forward, which runs again where that is due."""
 
+    @abstractmethod
     def start(self, ran: Any, unit: float) -> tuple[Any, float]:
         """The gradient of a loss that counts this much, and count / unit in the loss's type."""
 
+    @abstractmethod
     def pull(self, ran: Any, gradient: Any, owed: Any, weighs: bool, sums: Sums) -> tuple:
         """Add the gradients of a stage's weights to `sums`, in the type of sums.
 
@@ -93,26 +105,34 @@ class Library(Protocol):
         Returns the gradient of its input, and of its past.
         """
 
+    @abstractmethod
     def divided(self, sums: Sums, divisor: float) -> Sums:
         """Sums divided by a number, as the run does it."""
 
-    def end_update(self) -> None:
+    @abstractmethod
+    def layers(self, s: int, weights: Weights) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+        """A stage's layers, as far as they are known: a name, and input -> output."""
+
+    def active(self) -> AbstractContextManager:
+        """The context of what it computes."""
+        return nullcontext()
+
+    def end_update(self) -> None:  # noqa: B027
         """All lanes go on with the buffers of the first one."""
 
     def buffers(self) -> Sequence[Weights]:
         """By stage, those of the first lane."""
+        return [{}] * self.stages
 
     def traces(self) -> bool:
         """Whether forwards have changed a buffer, or a number that a module keeps."""
+        return False
 
     def joined_loss(self) -> float:
         """The loss of all `outputs` together."""
-
-    def coupled(self, weights: Sequence[Weights], whole: Any, parts: Sequence[Any]) -> str:
-        """The first layer whose outputs of the batch and of its parts differ; or nothing."""
-
-    def narrowest(self, weights: Sequence[Mapping[int, Weights]], piece: Piece) -> float:
-        """The eps of the coarsest type to which a layer rounds a finer one; 0 if none does."""
+        with self.active():
+            loss = self.options.loss(*self.trees.joined(self.outputs))
+            return float(loss[0] if isinstance(loss, tuple) else loss)
 
 
 class Model(Protocol):
@@ -147,7 +167,7 @@ class Model(Protocol):
         """The same, more precise, or at least rounded otherwise than the run and the replay."""
 
     def whole(self, wide: str) -> Library:
-        """The same stages as one, not cut: the weights of stage S are called S.NAME."""
+        """The same stages as one, not cut: the weights of stage S are called S.NAME, or S."""
 
     def optimizer(self) -> Any:
         """Its optimizer as training begins: `step(weights, gradients) -> weights`, by stage."""

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import evaluate, make, run
+from pipelab import Kind, Schedule, evaluate, make, run
 from pipelab.runtime import transport
 from pipelab.runtime.torch import weights
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.verdict.check import How
+from pipelab.table.action import Action
 from tests.runtime.test_run import SGD, batches, stages
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
@@ -115,6 +116,59 @@ def test_a_first_micro_batch_that_counts_nothing_may_have_no_loss(call):
     optimizer = [ADAMW] if call is run else []
     found = call(make("gpipe", 2, 2), stages(2), [(x, target)], loss, *optimizer).check
     assert found.passed, found
+
+
+def test_a_micro_batch_that_counts_nothing_and_has_no_number():
+    def loss(y, target):
+        kept = target.isfinite()
+        count = kept.sum()
+        return (kept * (y - target.nan_to_num()).square()).sum() / count, count
+
+    (x, target), *_ = batches(1, samples=8)
+    target[:2] = torch.nan
+    result = run(make("gpipe", 2, 4), stages(2), [(x, target)], loss, ADAMW)
+    assert result.check.passed and not result.check.ratio, result.check
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_forwards_leave_traces_in_the_order_of_the_data_whatever_backwards_come_first(recompute):
+    rows = [
+        [*(Action(s, Kind.F, k) for k in range(4)), *(Action(s, Kind.B, k) for k in (3, 2, 1, 0))]
+        for s in range(2)
+    ]
+    table = Schedule("last first", [[*row, Action(s, Kind.U, 0)] for s, row in enumerate(rows)],
+                     (0, 1), microbatches=4)  # fmt: skip
+    modules = [nn.Sequential(s, nn.BatchNorm1d(6, dtype=torch.float64)) for s in stages(2)]
+    given = table, modules, batches(1, samples=8), F.mse_loss, ADAMW
+    found = run(*given, recompute=recompute).check
+    assert found.passed and not found.ratio, found
+
+
+class Product(torch.autograd.Function):
+    """Products of matrices in a forward and in a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient, x, weight = (each.float() for each in (gradient, *ctx.saved_tensors))
+        return gradient @ weight.mT, x.mT @ gradient
+
+
+class Multiplied(nn.Linear):
+    def forward(self, x):
+        return Product.apply(x, self.weight)
+
+
+def test_backwards_of_ones_own_are_not_autocast():
+    data = batches(1, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        modules = [nn.Sequential(Multiplied(6, 6), nn.Tanh()), nn.Linear(6, 6)]
+        found = run(make("gpipe", 2, 2), modules, data, F.mse_loss, ADAMW).check
+    assert found.passed and not found.ratio, found
 
 
 class Slow(nn.Module):
