@@ -135,7 +135,7 @@ def read_values(pairs: Iterable[tuple[str, str]], known: Mapping[str, Read]) -> 
         if key not in known:
             near = get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{key}={value}: {hint}There are {', '.join(known)}")
+            raise ValueError(f"{key}={value:.40}: {hint}There are {', '.join(known)}")
         if key in found:
             raise ValueError(f"{key} is given twice: give it once")
         try:

@@ -136,9 +136,10 @@ def _naming(where: str) -> Iterator[None]:
     except ValueError as error:
         raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
     except BROKEN as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else repr(error)
         raise ValueError(
             f"{where}: not a complete file of `to_trace`, torch.profiler or a CSV of spans: "
-            f"{error!r}"
+            f"{reason}"
         ) from error
 
 
