@@ -111,10 +111,11 @@ class Averaging(nn.Module):
         return self.inner(x) - self.average * self.calls
 
 
-@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
-def test_a_buffer_that_a_forward_replaces(name):
+@pytest.mark.parametrize(("name", "replicas"), [("gpipe", 1), ("gpipe", 2), ("pipedream", 1)])
+def test_a_buffer_that_a_forward_replaces(name, replicas):
     modules = [linear(nn.Tanh(), Averaging()), nn.Sequential(Averaging(), nn.ReLU())]
-    result = run(make(name, 2, 4, batches=2), modules, data(), F.mse_loss, SGD)
+    given = make(name, 2, 4, batches=2), modules, data(samples=8 * replicas), F.mse_loss, SGD
+    result = run(*given, replicas=replicas)
     assert result.check.passed, result.check
     assert result.weights[1]["0.average"].any()
 
