@@ -144,6 +144,20 @@ def test_forwards_leave_traces_in_the_order_of_the_data_whatever_backwards_come_
     assert found.passed and not found.ratio, found
 
 
+def test_the_optimizer_sees_what_weights_have_beside_their_values():
+    def optimizer(parameters):
+        given = [*parameters]
+        groups = [{"params": [p for p in given if p.decays is each]} for each in (True, False)]
+        groups[1]["weight_decay"] = 0.0
+        return ADAMW([group for group in groups if group["params"]])
+
+    modules = stages(2)
+    for p in nn.ModuleList(modules).parameters():
+        p.decays = p.ndim > 1
+    found = run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, optimizer).check
+    assert found.passed and not found.ratio, (found, found.failure)
+
+
 class Product(torch.autograd.Function):
     """Products of matrices in a forward and in a backward of its own."""
 
