@@ -15,8 +15,8 @@ from pipelab.cli.compare import compared, comparison_text, run_in_turn
 from pipelab.optimize.order import bound
 from pipelab.predict.costs import CostError
 from pipelab.predict.memory import memory
-from pipelab.runtime import bar
 from pipelab.schedules import SCHEDULES, make_all, make_for
+from pipelab.show import bar
 
 COSTS = Costs(forward=[1, 2], input_grad=2, weight_grad=1, weights=8, activations=4)
 

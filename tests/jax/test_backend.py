@@ -19,8 +19,8 @@ from pipelab.jax.stage import JaxStage
 from pipelab.models.flax_mlp import mlp
 from pipelab.runtime.worker import Worker
 from tests.conftest import thorough
-from tests.runtime.test_run import batches as torch_batches
-from tests.runtime.test_run import stages as torch_stages
+from tests.support import batches as torch_batches
+from tests.support import stages as torch_stages
 
 RULES = [
     ("inter_layer", None),

@@ -38,7 +38,7 @@ from pipelab.peers.record import PeerRecord, gather
 from pipelab.peers.torchgpipe import run_torchgpipe
 from pipelab.table.transform import repeat
 from tests.conftest import thorough
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 
 RATE = SGD.keywords["lr"]
 Adam = partial(torch.optim.Adam, lr=0.01)

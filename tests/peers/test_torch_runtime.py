@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from pipelab import make
-from tests.runtime.test_run import batches, stages
+from tests.support import batches, stages
 
 TABLES = {
     name: make(name, 2, m, virtual=2 if name == "interleaved" else 1)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from pipelab import Recompute, RunError, evaluate, make, run
 from tests.conftest import Wrapping
-from tests.runtime.test_run import SGD, Failing, batches, explode, stages
+from tests.support import SGD, Failing, batches, explode, stages
 
 # ---- data
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from pipelab import RunError, make, run
 from pipelab.runtime.torch.ranks import MOST, Ranks
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 from tests.workers import defects as defects_worker
 
 WORKERS = Path(__file__).parents[1] / "workers"

@@ -3,7 +3,6 @@
 import builtins
 import copy
 import ctypes
-import os
 import signal
 import sys
 import threading
@@ -36,31 +35,19 @@ from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.torch.weights import VersionedStage
 from pipelab.runtime.transport import Aborted, Transport
 from tests.conftest import FLUSH, examples, pairs, tables
-
-SGD = partial(torch.optim.SGD, lr=0.1)
-FUZZ = int(os.environ.get("PIPELAB_FUZZ", "0"))  # so many random tables
-
-
-def stages(count, width=6, dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
-    return [
-        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype)
-        for _ in range(count)
-    ]
-
-
-def batches(count, samples=8, width=6, dtype=torch.float64, seed=1):
-    torch.manual_seed(seed)
-    return [
-        (torch.randn(samples, width, dtype=dtype), torch.randn(samples, width, dtype=dtype))
-        for _ in range(count)
-    ]
-
-
-def inputs_come_first(timeline):
-    """No action started before what it takes was made."""
-    pairs = zip(timeline.spans, timeline.schedule.inputs, strict=True)
-    return all(i is None or span.start >= timeline.end[i] for span, i in pairs)
+from tests.support import (
+    ADAM,
+    FUZZ,
+    SGD,
+    Failing,
+    Fork,
+    Join,
+    batches,
+    decaying,
+    explode,
+    inputs_come_first,
+    stages,
+)
 
 
 def size_of(name, p, m, k=2):
@@ -141,27 +128,6 @@ def test_losses_that_say_what_they_counted():
     data = [(x, (y, keep)) for x, y in batches(2)]
     result = run(make("pipedream_flush", 3, 4, batches=2), stages(3), data, masked, SGD)
     assert result.check.passed
-
-
-class Fork(nn.Module):
-    """Passes on a dictionary with a tensor that nobody differentiates and one that nobody uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6, dtype=torch.float64)
-
-    def forward(self, x):
-        y = self.inner(x)
-        return {"y": y, "pair": (y.tanh(), y.sigmoid()), "rows": torch.full((len(x),), 2)}
-
-
-class Join(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6, dtype=torch.float64)
-
-    def forward(self, parts):
-        return self.inner(parts["y"] + parts["pair"][0]) + parts["rows"][:, None]
 
 
 def test_trees_of_tensors_between_stages():
@@ -359,27 +325,6 @@ def test_a_run_can_be_recomputed_with_numpy_alone(schedule, reads):
 
 
 # ---- what can go wrong
-
-
-class Failing(nn.Module):
-    def __init__(self, at, fail):
-        super().__init__()
-        self.w, self.calls, self.at, self.fail = (
-            nn.Parameter(torch.ones(6, dtype=torch.float64)),
-            0,
-            at,
-            fail,
-        )
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls > self.at:
-            self.fail()
-        return x * self.w
-
-
-def explode():
-    raise ZeroDivisionError("by design")
 
 
 @pytest.mark.parametrize("where", [0, 1, 2, 3])
@@ -764,12 +709,6 @@ WITHOUT_FLUSH = {
     "vertical sync": make("pipedream", 4, 6, batches=2, reads=Reads.FIRST),
     "2bw": make("pipedream_2bw", 4, 6, batches=4),
 }
-ADAM = partial(torch.optim.Adam, lr=1e-2)
-
-
-def decaying(parameters):
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pipelab.models.skip import Pop, Stash, with_skips
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.torch.device import CpuDevice
 from tests.conftest import FLUSH, examples, pairs, tables, thorough
-from tests.runtime.test_run import SGD, batches, decaying, stages
+from tests.support import SGD, batches, decaying, stages
 
 BACKENDS = ("threads", "processes")
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)

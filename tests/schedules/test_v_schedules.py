@@ -24,9 +24,9 @@ from pipelab.predict.theory import THEORY
 from pipelab.table.action import Action
 from pipelab.table.placement import v_placement
 from tests.conftest import V, examples, thorough
-from tests.runtime.test_run import SGD
-from tests.runtime.test_run import batches as batches_of
-from tests.runtime.test_run import stages as stages_of
+from tests.support import SGD
+from tests.support import batches as batches_of
+from tests.support import stages as stages_of
 
 FIGURES = {
     ("zb_v", 2, 3): """

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pipelab import Trainer, make
 from pipelab.models.sequential import split
-from tests.runtime.test_run import batches, stages
+from tests.support import batches, stages
 from tests.training.test_trainer import ADAM, table
 
 

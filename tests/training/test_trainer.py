@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pipelab import Reads, RunError, Trainer, make, run
 from tests.conftest import thorough
 from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 BACKENDS = ["threads", "processes"]

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from pipelab import RunError, Trainer, make, run
 from pipelab.models.gpt2 import next_token_loss
 from pipelab.models.sliced import Sliced
-from tests.runtime.test_run import SGD, batches
 from tests.runtime.torch import test_slices as slices
+from tests.support import SGD, batches
 
 TABLE = make("gpipe", 2, 4, batches=2)
 THIS_MODULE = sys.modules[__name__]

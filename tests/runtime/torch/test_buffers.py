@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipelab import Recompute, make, run
-from tests.runtime.test_run import SGD, batches
+from tests.support import SGD, batches
 
 
 class Counting(nn.Module):

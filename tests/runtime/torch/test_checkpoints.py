@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler as rates
 
 from pipelab import make, run
 from pipelab.runtime.torch import checkpoint
-from tests.runtime.test_run import batches, stages
+from tests.support import batches, stages
 
 
 def with_a_cosine(parameters):

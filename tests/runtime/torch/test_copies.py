@@ -25,7 +25,7 @@ from pipelab import (
 from pipelab.models import load
 from pipelab.training.trainer import Trainer
 from tests.conftest import thorough
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 
 BIDIRECTIONAL = [
     make("chimera", 4, 4, batches=2),

@@ -34,8 +34,8 @@ from pipelab.runtime.torch import (
     weights,
 )
 from pipelab.table.action import HOST
-from tests.runtime.test_run import SGD, batches, stages
 from tests.runtime.torch.test_overlapped import OVERLAPPED
+from tests.support import SGD, batches, stages
 
 CPU = torch.device("cpu")
 ELSEWHERE = torch.device("cpu:0")  # as another device than that of all tensors

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipelab import Recompute, RunError, evaluate, make, run
 from pipelab.runtime.torch.stage import TorchStage
 from tests.conftest import thorough
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 
 
 def plain(modules, data, optimizer, clip=None):

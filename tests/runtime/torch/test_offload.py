@@ -25,7 +25,7 @@ from pipelab import (
 from pipelab.models import mlp, split
 from pipelab.predict.memory import memory, memory_used
 from pipelab.runtime.torch.offload import Offloaded
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 
 TABLES = [
     make("pipeoffload", 4, 6, batches=2),

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as rates
 from pipelab import RunError, make, run
 from pipelab.models import split
 from pipelab.runtime.torch.optimizers import make_optimizer
-from tests.runtime.test_run import batches, stages
+from tests.support import batches, stages
 
 
 def same(a, b):

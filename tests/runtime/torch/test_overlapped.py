@@ -11,7 +11,7 @@ from torch import nn
 
 from pipelab import Costs, Kind, RunError, Schedule, ScheduleError, make, run, simulate
 from pipelab.measure.fit import fit
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 
 OVERLAPPED = [
     make("pipedream_flush", 3, 6, batches=2).overlap(),

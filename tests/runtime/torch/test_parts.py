@@ -10,7 +10,7 @@ import torch
 from pipelab import make, parts, run
 from pipelab.runtime.torch import backend, names
 from pipelab.runtime.torch import parts as module
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 
 
 class Status(IntEnum):

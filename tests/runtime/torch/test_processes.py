@@ -20,16 +20,7 @@ from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simu
 from pipelab.runtime.torch import processes
 from pipelab.runtime.torch.settings import settings, use
 from tests.conftest import thorough
-from tests.runtime.test_run import (
-    SGD,
-    Failing,
-    Fork,
-    Join,
-    batches,
-    explode,
-    inputs_come_first,
-    stages,
-)
+from tests.support import SGD, Failing, Fork, Join, batches, explode, inputs_come_first, stages
 
 GUARD = 60  # seconds within which any fault has to be reported
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab import make, run
 from pipelab.runtime.torch import cuda
-from tests.runtime.test_run import FUZZ, SGD, batches
 from tests.runtime.torch.test_cuda import ELSEWHERE, Stream, gpu  # noqa: F401
+from tests.support import FUZZ, SGD, batches
 
 ATEN = torch.ops.aten
 EMPTY = {ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.empty_strided.default}

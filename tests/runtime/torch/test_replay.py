@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipelab import make, run
-from tests.runtime.test_run import SGD
+from tests.support import SGD
 
 
 class Grow(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as rates
 
 from pipelab import RunError, make, run
-from tests.runtime.test_run import batches, stages
+from tests.support import batches, stages
 
 PLAIN = partial(SGD, lr=0.1)
 

@@ -23,7 +23,7 @@ from pipelab.runtime.torch.device import whole_backward
 from pipelab.runtime.torch.ledger import Saved, storages
 from pipelab.runtime.torch.split_backward import AT_ONCE, Halves
 from pipelab.table.action import Kind
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 
 H1 = """
     0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as rates
 from pipelab import RunError, Trainer, make
 from pipelab.models import split
 from pipelab.runtime.torch.state import equal
-from tests.runtime.test_run import batches, stages
+from tests.support import batches, stages
 
 PLAIN = partial(SGD, lr=0.1)
 

@@ -23,8 +23,8 @@ from pipelab.runtime import verdict as check
 from pipelab.runtime import worker
 from pipelab.runtime.verdict.compare import far, ratio
 from tests.conftest import thorough
-from tests.runtime.test_run import SGD, batches, stages
 from tests.runtime.verdict.mutations import EPS, Case, always, compiled_once, verdict
+from tests.support import SGD, batches, stages
 
 GPIPE = make("gpipe", 3, 4, batches=2)
 FLUSH = {

@@ -15,7 +15,7 @@ from pipelab.runtime.torch import weights
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.verdict.check import How
 from pipelab.table.action import Action
-from tests.runtime.test_run import SGD, batches, stages
+from tests.support import SGD, batches, stages
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
 

@@ -18,7 +18,7 @@ from pipelab.runtime.torch.backend import TorchBackend
 from pipelab.runtime.torch.settings import repeatable
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.verdict.check import How
-from tests.runtime.test_run import batches, stages
+from tests.support import batches, stages
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
