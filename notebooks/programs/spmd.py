@@ -8,8 +8,8 @@ iteration t, device d does its job number t - d, if it has one:
     device 1    ~  1F0 1F1 1F2 1F3  ~        m + p - 1 iterations
     device 2    ~   ~  2F0 2F1 2F2 2F3
 
-    ~  the bubble: a program that is the same for all cannot idle, so a stage is applied to garbage
-       that is never read
+    ~  the bubble: a stage is applied to garbage that is never read. A `lax.cond` would skip it, but
+       the derivative of a cond keeps what its branches read, the weights, in every iteration
 
 Circular (virtual = v): v p stages, stage s on device s mod p. All m micro-batches go round before
 the next lap starts, which needs m >= p: a micro-batch has to be back by then.
