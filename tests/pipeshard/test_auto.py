@@ -731,6 +731,9 @@ def test_times_can_be_measured():
     pipeline, state, batch = planned(small(), layers=2, measured=True)
     plan = pipeline.compile(state, batch).auto
     assert {p.source for p in plan.profiles} == {"measured"}
+    for each in (cost for p in plan.profiles for cost in p.passes):
+        parts = each.argument_bytes, each.output_bytes, each.temporary_bytes
+        assert 0 < max(parts) <= each.peak_bytes <= sum(parts)  # less what shares a place
     assert re.match(r"Plan on 2 x cpu: .* \(measured\)\n", str(plan))  # not the toy's speed
     pipeline, state, batch = planned(small(), layers=2, measured=True, machine=None)
     assert pipeline.compile(state, batch).auto.machine == HOST  # its memory is the limit

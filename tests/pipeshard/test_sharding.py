@@ -256,14 +256,34 @@ def test_branches_in_a_scan_send_every_time(four):
     assert [each.times for each in found] == [5, 5]
 
 
+@pytest.mark.thorough  # 81 programs; lecture 11 compiles two of them
+def test_a_narrow_hidden_layer_is_best_gathered(four):
+    """At the size of Alpa's log, 8192 x 2048 and back, columns then rows are not the best."""
+
+    def step(weights, x, y):
+        def loss(weights):
+            return jnp.mean((jax.nn.relu(x @ weights[0]) @ weights[1] - y) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    batch = FLOAT((2048, 8192))
+    arrays = [FLOAT((8192, 2048)), FLOAT((2048, 8192))], batch, batch
+    table = search_sharding(step, arrays, four, HOST, outputs=lambda weights, x, y: weights).table
+    columns, rows = P(None, "model"), P("model")
+    sent = [round(each.cost.ring_bytes / 2**20) for each in table]
+    assert len(table) == 81 and table[0].specs[:2] == (columns, columns) and sent[0] == 36
+    whole = [each.specs for each in table].index((columns, rows, P(), P()))
+    assert sent[whole] == 96 and sent.index(96) + 1 == 10 <= whole + 1
+
+
 # ---- the formula
 
 
 def test_seconds_are_one_formula_with_the_slowest_link():
     machine = Machine("m", 100, memory=60, bandwidth=5, inside=10, node=2, share=0.5, latency=0.25)
-    cost = Cost(2, 50, 20, 3, 10, 20, 60)
+    cost = Cost(2, 50, 20, 3, 10, 20, 60, 30)
     assert cost.seconds(machine) == 50 / 50 + 20 / 10 + 3 * 0.25
-    across = Cost(4, 50, 20, 3, 10, 20, 61)
+    across = Cost(4, 50, 20, 3, 10, 20, 61, 31)
     assert across.seconds(machine) == 50 / 50 + 20 / 5 + 3 * 0.25
     assert cost.fits(machine) and not across.fits(machine)
 

@@ -25,6 +25,7 @@ class Cost:
     argument_bytes   of each one's part of the arguments
     output_bytes     of each one's part of the outputs
     peak_bytes       the most that each holds at once
+    temporary_bytes  of that, neither arguments nor outputs
     """
 
     devices: int
@@ -34,6 +35,7 @@ class Cost:
     argument_bytes: int
     output_bytes: int
     peak_bytes: int
+    temporary_bytes: int
 
     @classmethod
     def of(cls, compiled: Any, repeats: float = 1.0) -> "Cost":
@@ -46,6 +48,7 @@ class Cost:
         found = collectives(text)
         memory = compiled.memory_analysis()
         arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
+        temporary = memory.temp_size_in_bytes
         return cls(
             devices=device_count(text),
             flops=(compiled.cost_analysis() or {}).get("flops", 0.0) * repeats,
@@ -54,7 +57,8 @@ class Cost:
             argument_bytes=arguments,
             output_bytes=outputs,
             # An output in the place of a donated argument takes no bytes of its own.
-            peak_bytes=arguments + outputs + memory.temp_size_in_bytes - memory.alias_size_in_bytes,
+            peak_bytes=arguments + outputs + temporary - memory.alias_size_in_bytes,
+            temporary_bytes=temporary,
         )
 
     def seconds(self, machine: Machine) -> float:
@@ -64,7 +68,7 @@ class Cost:
         collective's latency. Model: nothing overlaps, and memory accesses take no time.
 
         >>> machine = Machine("two", 100, memory=1e3, bandwidth=10, share=0.5, latency=0.25)
-        >>> Cost(2, 50, 20, 2, 0, 0, 0).seconds(machine)
+        >>> Cost(2, 50, 20, 2, 0, 0, 0, 0).seconds(machine)
         3.5
         """
         compute = self.flops / (machine.flops * machine.share)

@@ -46,6 +46,8 @@ class StageProfile:
                       batch, and a pass's temporary memory
     activation_bytes  kept for the backward, for each micro-batch in flight
     available_bytes   for activations: the device's memory less `held_bytes`
+    passes            the costs of the compiled forward and backward. Of costs that were summed
+                      (`Runs`), arguments, outputs and temporary arrays are not known: 0
     """
 
     layers: tuple[int, int]
@@ -61,6 +63,7 @@ class StageProfile:
     held_bytes: int
     activation_bytes: int
     available_bytes: float
+    passes: tuple[Cost, ...]
 
     @property
     def seconds(self) -> float:
@@ -160,7 +163,8 @@ def _joined(pairs: list[Findings], inner: list[Findings], once: float) -> Findin
             left = [each.activations for each in pairs]
             beside = [b - a + activations for b, a in zip(beside, left, strict=True)]
         peak = max(beside)
-        costs.append(replace(cost, argument_bytes=0, output_bytes=0, peak_bytes=peak, **sums))
+        unknown = dict.fromkeys(("argument_bytes", "output_bytes", "temporary_bytes"), 0)
+        costs.append(replace(cost, peak_bytes=peak, **unknown, **sums))
     return Findings(costs, activations, [])
 
 
@@ -205,6 +209,7 @@ def profile_stage(
         held_bytes=held,
         activation_bytes=activations,
         available_bytes=machine.memory - held,
+        passes=tuple(costs[:2]),
     )
 
 
