@@ -6,7 +6,7 @@ where the gradients are added up, as in the run. It shares no code with the work
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -61,8 +61,8 @@ class JaxLibrary(Library):
         last = s == self.stages - 1
         with self.active():
             parameters = self._tree(s, weights)
-            entered, data = (x, None) if s else (None, self._data(x))
-            target = self._data(piece.y) if last else None
+            entered, data = (x, None) if s else (None, self.data(x))
+            target = self.data(piece.y) if last else None
             seed = None if piece.seeds is None else np.uint32(piece.seeds[s])
             self.drew |= seed is not None
             arguments = parameters, entered, data, target, seed
@@ -117,12 +117,8 @@ class JaxLibrary(Library):
 
     # ---- what is asked of it beside
 
-    def layers(self, s: int, weights: Weights) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-        def stage(x: Any) -> Any:
-            with self.active():
-                return self.applies[s](self._tree(s, weights), x if s else self._data(x))
-
-        yield f"stage {s}", stage
+    def layers(self, s: int, weights: Weights) -> dict[str, Callable[[Any], Any]]:
+        return {f"stage {s}": partial(self.applies[s], self._tree(s, weights))}
 
     # ---- pieces of it
 
@@ -136,7 +132,7 @@ class JaxLibrary(Library):
         """A stage's parameters."""
         return self.specs[s].unflatten([weights[name] for name in self.names[s]])
 
-    def _data(self, tree: Any) -> Any:
+    def data(self, tree: Any) -> Any:
         """Data as the run takes them, where float64 may become float32."""
         with jax.enable_x64(self.double):
             arrays = jax.tree.map(jnp.asarray, tree)

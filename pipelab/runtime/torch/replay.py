@@ -78,7 +78,7 @@ class TorchLibrary(Library):
     # ---- a micro-batch through a stage
 
     def forward(self, s: int, weights: Weights, x: Any, past: Any, piece: Piece) -> tuple:
-        x, again = x if s else self.moved(x), piece.again or not self.options.training
+        x, again = x if s else self.data(x), piece.again or not self.options.training
         before = self._copied_buffers(piece.lane, s) if again else None
         with torch.set_grad_enabled(not again):
             y, left, ran = self._run(s, weights, x, past, piece)
@@ -121,7 +121,7 @@ class TorchLibrary(Library):
             y, left = y if sliced else (y, ())
             ends = pytree.tree_leaves(y)
             if s == self.stages - 1:
-                target = self.moved(piece.y)
+                target = self.data(piece.y)
                 if self.outputs is not None:
                     self.outputs.append(_detached((y, target)))
                 found = options.loss(y, target)
@@ -178,17 +178,12 @@ class TorchLibrary(Library):
         kept = [(k, v) for of in held.values() for k, v in of.items() if not k.endswith("_hooks")]
         return kept, TREES.digest([*first.buffers()])
 
-    def layers(self, s: int, weights: Weights) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    def layers(self, s: int, weights: Weights) -> dict[str, Callable[[Any], Any]]:
         self._bind(s, weights, 0)
         stage, where = self.modules[0][s], f"stage {s}"
-
-        def of(layer: nn.Module) -> Callable[[Any], Any]:
-            return lambda x: layer(self.moved(x))
-
-        if type(stage) is nn.Sequential:
-            yield from ((f"layer {i} of {where}", of(layer)) for i, layer in enumerate(stage))
-        else:
-            yield where, of(stage)
+        if type(stage) is not nn.Sequential:
+            return {where: stage}
+        return {f"layer {i} of {where}": layer for i, layer in enumerate(stage)}
 
     # ---- contexts
 
@@ -241,17 +236,17 @@ class TorchLibrary(Library):
         for part, own in zip(self.modules[lane][s].modules(), buffers, strict=True):
             part._buffers.update(own)
 
-    def moved(self, data: Any) -> Any:
+    def data(self, tree: Any) -> Any:
         """Copies on the device, since layers may work in place."""
 
         def move(tensor: Tensor) -> Tensor:
             return self._widened(tensor.detach().to(self.device, copy=True))
 
-        return pytree.tree_map_only(Tensor, move, data)
+        return pytree.tree_map_only(Tensor, move, tree)
 
     def place(self, weights: Weights) -> Weights:
         """Copies of a stage's weights to compute with: forwards may write into them."""
-        return self.moved(dict(weights))
+        return self.data(dict(weights))
 
     def _widened(self, tensor: Tensor) -> Tensor:
         if self.wide is None or not _is_float(tensor):
@@ -271,8 +266,8 @@ class TorchLibrary(Library):
         """Begin with what modules keep beside their weights in a checkpoint."""
         for lane in self.modules:
             for stage, state in zip(lane, start, strict=False):
-                load_into_modules(stage, state.attributes, self.moved)
-                load_buffers(stage, self.moved(state.buffers), self.device)
+                load_into_modules(stage, state.attributes, self.data)
+                load_buffers(stage, self.data(state.buffers), self.device)
         self._begun = self._remembered()
 
 

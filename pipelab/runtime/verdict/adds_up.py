@@ -158,11 +158,11 @@ class Batch:
 
     def _coupled(self, update: Update) -> str:
         """The first layer whose output depends on the other samples, in words; if any does."""
-        with suppress(Exception):
-            library, trees = self.model.library("float64"), self.model.trees
-            xs = [self._batch(update).x, *(piece.x for piece in update.pieces)]
+        library, trees = self.model.library("float64"), self.model.trees
+        with suppress(Exception), library.active():
+            xs = [library.data(p.x) for p in (self._batch(update), *update.pieces)]
             for s, of in enumerate(self._placed(library, update).weights):
-                for name, layer in library.layers(s, of[update.pieces[0].reads[s]]):
+                for name, layer in library.layers(s, of[update.pieces[0].reads[s]]).items():
                     xs = [layer(x) for x in xs]
                     leaves = (trees.flatten(x)[0] for x in (xs[0], trees.joined(xs[1:])))
                     for pair in zip(*leaves, strict=True):

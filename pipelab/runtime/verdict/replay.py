@@ -110,8 +110,12 @@ class Library(ABC):
         """Sums divided by a number, as the run does it."""
 
     @abstractmethod
-    def layers(self, s: int, weights: Weights) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-        """A stage's layers, as far as they are known: a name, and input -> output."""
+    def data(self, tree: Any) -> Any:
+        """A batch, or a part, as the first stage takes it."""
+
+    @abstractmethod
+    def layers(self, s: int, weights: Weights) -> Mapping[str, Callable[[Any], Any]]:
+        """A stage's layers by what they are called, as far as they are known: input -> output."""
 
     def active(self) -> AbstractContextManager:
         """The context of what it computes."""
