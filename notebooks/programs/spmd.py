@@ -123,7 +123,8 @@ def spmd_pipeline(
                   or a pytree of them, of which some may be integers. It sees one micro-batch; it
                   may hold scans, and no collectives over `axis`
     devices       how many of `jax.devices()`, or which, or a mesh with `axis`; its other axes stay
-                  automatic
+                  automatic. If `axis` is explicit, as `jax.make_mesh` has it, parameters must be
+                  there: `jax.device_put(stack(stages), P("stage"))` under `jax.set_mesh(mesh)`
     microbatches  m; divides the batch
     virtual       v, stages a device; above 1 the schedule is circular and needs m >= p
     remat         whether forwards run again before their backwards: only inputs are kept

@@ -228,6 +228,17 @@ def test_parameters_stay_on_their_devices():
     assert memory(grad, rows).argument_size_in_bytes == 2 * (32 * 32 + 32) * 4
 
 
+def test_an_axis_may_be_explicit():
+    mesh = jax.make_mesh((4,), ("stage",), devices=cpu(4))
+    stages, x = jax.tree.map(np.float32, (layers(4), samples(8)))
+    pipeline = spmd_pipeline(layer, devices=mesh, microbatches=4)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(stack(stages), P("stage"))
+        found = jax.jit(jax.grad(lambda w: value(pipeline(w, x))))(rows)
+    wanted = jax.jit(jax.grad(lambda w: value(plain(layer, w, x))))(stages)
+    assert gap(unstack(jax.device_get(found)), wanted) < 1e-5
+
+
 def test_other_axes_of_a_mesh_stay_automatic():
     mesh = Mesh(np.array(cpu(8)).reshape(2, 4), ("data", "pipe"))
     stages, x = jax.tree.map(np.float32, (layers(4), samples(16)))
