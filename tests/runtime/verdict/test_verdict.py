@@ -736,6 +736,23 @@ def test_a_mean_whose_gradient_is_a_sums_is_seen_though_nothing_can_be_judged(
     assert not done.check.passed and NOT_A_MEAN in str(done.check)
 
 
+class Shifted(nn.Module):
+    """Adds one number to all scores. Their softmax stays: a gradient of rounding alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return x + self.shift
+
+
+def test_a_stage_whose_gradients_are_rounding_alone():
+    pairs = [(x, torch.randint(0, WIDTH, (len(x),))) for x, _ in data(samples=32)]
+    found = run(GPIPE, [linear(nn.Tanh(), linear()), Shifted()], pairs, F.cross_entropy, SGD).check
+    assert found.passed, found
+
+
 # ---- what one device and a pipeline have alike, or have not
 
 
