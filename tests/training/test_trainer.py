@@ -472,6 +472,28 @@ def test_a_stage_that_begins_to_fail_is_seen_by_the_next_check():
     assert [check and check.passed for check in checks] == [True, None, True, None, False]
 
 
+class Hooked(nn.Linear):
+    """Notes whether hooks see what autograd saves; in a worker, not in the check."""
+
+    def forward(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            HOOKED.append(torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
+        return super().forward(x)
+
+
+HOOKED = []
+
+
+@pytest.mark.parametrize(("name", "unchecked"), [("gpipe", False), ("zb_h1", True)])
+def test_memory_is_counted_only_where_somebody_reads_it(name, unchecked):
+    """For the report of a checked batch, or where W takes a part of what forwards keep."""
+    HOOKED.clear()
+    with Trainer(make(name, 1, 2), [Hooked(6, 6)], F.mse_loss, SGD, check=2) as trainer:
+        steps = list(trainer.fit([(torch.randn(4, 6), torch.randn(4, 6)) for _ in range(3)]))
+        assert [bool(step.check) for step in steps] == [True, False, True]
+    assert HOOKED == [True, True, unchecked, unchecked, True, True]
+
+
 @pytest.mark.parametrize("check", ["last", -1, 0, 1.5, None])
 def test_a_check_that_makes_no_sense(check):
     with pytest.raises(ValueError, match=f"check={check!r}: give 'first'"):

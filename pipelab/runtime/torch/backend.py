@@ -38,7 +38,7 @@ from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState
 from pipelab.runtime.work import Work
 from pipelab.runtime.worker import Job
-from pipelab.table.action import HOST
+from pipelab.table.action import HOST, Kind
 from pipelab.table.schedule import Schedule
 
 # What notes a stage's tensors is no part of a stage that torch.compile compiles.
@@ -103,6 +103,7 @@ class TorchJob(Job):
             shared=self.shared.get(s, ()),
             copies=self.schedule.copies_of(s),
             slices=self.schedule.per_sequence,
+            splits=any(a.kind in (Kind.I, *HOST) for a in self.schedule.rows[self.row]),
         )
 
     def prepare(self, stages: dict[int, TorchStage]) -> None:

@@ -61,6 +61,7 @@ class VersionedStage(CountingStage):
     copies  the numbers of all stages that are copies of this one; empty if there are no others
     shared  names of buffers that other stages have, too: no forward may change them
     slices  of a sequence, one after another: the module then takes the past of earlier ones
+    splits  whether parts of what a forward keeps go before its last backward: to W or the host
     start   what to continue from
     names   of its weights in the model: see `recut.names_in`
     draws   by whether it trains, whether its forwards draw random numbers; if unknown, the first
@@ -93,10 +94,11 @@ class VersionedStage(CountingStage):
         copies: Sequence[int] = (),
         shared: Collection[str] = (),
         slices: int = 1,
+        splits: bool = False,
     ) -> None:
         super().__init__(device, options, first=first, last=last)
         self.module, self.ties, self.copies = module, ties, copies
-        self.slices = slices
+        self.slices, self.splits = slices, splits
         self._past: dict[int, Any] = {}  # by slice, what its forward has left for the next one
         self._away: dict[int, Offloaded] = {}  # by micro-batch
         self._owed: dict[int, list[Tensor | None]] = {}  # by slice, the gradients of that
@@ -147,6 +149,7 @@ class VersionedStage(CountingStage):
             for part, trains in self._modes if order.training else ():
                 part.train(trains)
         super().begin(stage, order)
+        self.device.ledger.counting = order.report or self.splits
 
     def placed(self, data: Any) -> Any:
         # Copies: a slice would keep, and count as, the memory of the whole batch, with its graph.
