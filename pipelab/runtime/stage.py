@@ -257,7 +257,7 @@ class CountingStage(Stage):
         if stage in order.microbatches:
             self.later, self.unit = order.later[stage], order.unit
             for k, given in order.microbatches[stage].items():
-                given.x, given.target = self.placed((given.x, given.target))
+                given.x, given.target = self.placed(given.x), self.placed(given.target)
                 self.fed[k] = given
                 if self.training:
                     self._left[given.update] += 1
@@ -325,8 +325,10 @@ class CountingStage(Stage):
         """A micro-batch is done. Returns the weight version that nobody reads again, or None."""
         self.device.ledger.drop(self.key(microbatch))
         given = self.fed[microbatch]
-        self._left -= Counter([given.update])  # which forgets a count of 0
-        self._readers -= Counter([given.version])
+        for of, number in ((self._left, given.update), (self._readers, given.version)):
+            of[number] -= 1
+            if not of[number]:
+                del of[number]
         self.counts[given.update] = self.counts.get(given.update, 0.0) + count
         # The latest version is what updates start from.
         if given.version == self.latest or self.read_later(given.version):

@@ -1,11 +1,11 @@
-"""Messages between workers of one process: a mailbox per device, keyed by the action that sends.
+"""Messages between workers of one process: a queue per device, and a box keyed by what sends.
 
-A plain queue per pair of devices would not do: a consumer may want outputs in another order than
-they were made.
+A queue alone would not do: a consumer may want outputs in another order than they were made.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from threading import Condition, Event
+from queue import SimpleQueue
+from threading import Event
 from typing import Any, NamedTuple
 
 from pipelab.runtime.stage import Device
@@ -47,27 +47,28 @@ class Transport:
     began: float | None = None
 
     def __init__(self, devices: int) -> None:
-        self._changed = [Condition() for _ in range(devices)]
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(devices)]
         self._boxes: list[dict[Key, Message]] = [{} for _ in range(devices)]
         self.ended = Event()
         self.replicas: Sequence[Transport] = [self]
 
     def send(self, key: Key, device: int, message: Message) -> None:
         """Hand a message to `device`; does not wait for the receiver."""
-        with self._changed[device]:
-            self._boxes[device][key] = message
-            self._changed[device].notify()
+        self._queues[device].put((key, message))
 
     def receive(self, key: Key, device: int) -> Message:
-        """The message of that key, on `device`; waits for it. Aborted when the run has ended."""
+        """The message of that key, on `device`, in its only thread that receives; waits for it.
+
+        Aborted when the run has ended.
+        """
         box = self._boxes[device]
-        with self._changed[device]:
-            self._changed[device].wait_for(lambda: key in box or self.ended.is_set())
-            # Even if the message is there: a run that has ended starts nothing more.
-            if self.ended.is_set():
-                raise Aborted
-            # A message has one reader: popped, its arrays live no longer than that one needs them.
-            return box.pop(key)
+        while key not in box and not self.ended.is_set():
+            found, message = self._queues[device].get()
+            box[found] = message
+        # Even if the message is there: a run that has ended starts nothing more.
+        self.sleep(0)
+        # A message has one reader: popped, its arrays live no longer than that one needs them.
+        return box.pop(key)
 
     def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
         """`parts`, on `home`, added up one by one over the same device of all replicas.
@@ -100,9 +101,8 @@ class Transport:
         """End the run: present and future waits raise Aborted."""
         # Before anybody is woken: who comes to wait only now sees it as well.
         self.ended.set()
-        for changed in self._changed:
-            with changed:
-                changed.notify_all()
+        for queue in self._queues:
+            queue.put((None, None))
 
 
 def add_up(of_replicas: Iterable[list[Any]]) -> list[Any]:

@@ -103,7 +103,7 @@ class TorchJob(Job):
             shared=self.shared.get(s, ()),
             copies=self.schedule.copies_of(s),
             slices=self.schedule.per_sequence,
-            splits=any(a.kind in (Kind.I, *HOST) for a in self.schedule.rows[self.row]),
+            splits=not self.schedule.kinds.isdisjoint((Kind.I, *HOST)),
         )
 
     def prepare(self, stages: dict[int, TorchStage]) -> None:

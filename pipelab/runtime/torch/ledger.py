@@ -1,7 +1,7 @@
 """The account of what torch keeps for backwards: what autograd saves, by unique storages."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -136,13 +136,13 @@ REASONS = {
 }
 
 
-@contextmanager
-def explained() -> Iterator[None]:
+class Explained:
     """A context of a forward whose own derivatives torch refuses: ValueError with the reason."""
-    try:
-        yield
-    except RuntimeError as error:
-        for words, reason in REASONS.items():
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for words, reason in REASONS.items() if isinstance(error, RuntimeError) else ():
             if words in str(error):
                 raise ValueError(reason) from error
-        raise

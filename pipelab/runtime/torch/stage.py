@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import ref
@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import check_leaves
 from pipelab.runtime.prepare import seed_for
-from pipelab.runtime.torch.device import CpuDevice, whole_backward
-from pipelab.runtime.torch.ledger import Saved, explained, remaining, storages
+from pipelab.runtime.torch.device import HERE, CpuDevice, whole_backward
+from pipelab.runtime.torch.ledger import Explained, Saved, remaining, storages
 from pipelab.runtime.torch.offload import Offloaded
 from pipelab.runtime.torch.reach import check_graph
 from pipelab.runtime.torch.split_backward import Halves
@@ -72,7 +72,7 @@ class TorchStage(VersionedStage):
         if self.slices > 1:
             x = x, self._past.pop(microbatch - 1, ())
         if self.training and not given.recompute:
-            with _unwritten(x, leaves):
+            with _unwritten(x, leaves) if leaves else HERE:
                 output, self._kept[microbatch] = self._compute(microbatch, x)
         else:
             self._bind(microbatch)
@@ -80,7 +80,7 @@ class TorchStage(VersionedStage):
                 self._keep_input(microbatch, x)
             # On copies: what works in place must not change what the second forward takes.
             copied, target = pytree.tree_map_only(Tensor, Tensor.clone, (x, given.target))
-            with torch.no_grad(), _unwritten(copied, leaves):
+            with torch.no_grad(), _unwritten(copied, leaves) if leaves else HERE:
                 output = self._apply(microbatch, copied, target)[0]
             if self.training:
                 self._first_again.note(microbatch, self.look)
@@ -88,8 +88,10 @@ class TorchStage(VersionedStage):
         if self.last and (self._on_cpu or not self.options.finite):
             self.check_loss(microbatch)
         self._note_buffers()
+        if self.last:
+            return None
         sent = self._sent(output)
-        aliases = [] if self.last or isinstance(output, Tensor) else _aliases(output)
+        aliases = [] if isinstance(output, Tensor) else _aliases(output)
         return Aliased(sent, aliases) if aliases else sent
 
     def offload(self, microbatch: int) -> None:
@@ -134,18 +136,18 @@ class TorchStage(VersionedStage):
         seed = None
         if given.seed and self.draws.get(training, True):
             seed = int(seed_for(*given.seed))
-        with explained(), self.device.forward_context(seed, self.options.autocast) as drew:
+        with Explained(), self.device.forward_context(seed, self.options.autocast) as drew:
             y, past = self.module(*x) if self.slices > 1 else (self.module(x), ())
             if self.slices > 1 and (microbatch + 1) % self.slices:
                 self._past[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, past)
-            left = pytree.tree_leaves(past)
+            left = pytree.tree_leaves(past) if past else []
             if self.last and not training:
                 self.measure(microbatch, y, target)
             value: Any = self.options.loss(y, target) if self.last else None
             if seed is not None and training not in self.draws:
                 self.draws[training] = drew()
         if not self.last:
-            leaves = pytree.tree_leaves(y)
+            leaves = _leaves(y)
             check_leaves(leaves, "a stage's output")
             return y, [*leaves, *left], 0
         pair = isinstance(value, tuple)
@@ -228,22 +230,21 @@ class TorchStage(VersionedStage):
             owed = owed or [None] * (len(kept.edges) - len(gradients))
             return kept, [*gradients, *owed], count
         owed = owed or [None] * (len(kept.edges) - 1)
-        # The loss's type may not hold the count: what weighs the gradient is what is counted.
-        weight = torch.tensor(kept.counted / self.unit, dtype=kept.mean.dtype, device="cpu")
-        start = torch.full_like(kept.mean, weight.item())
+        weight = _as_type(kept.counted / self.unit, kept.mean.dtype)
+        start = torch.full_like(kept.mean, weight)
         # A slice that counts nothing may owe gradients to those that look back at it.
         starts = [start if self.slices == 1 or kept.counted else None, *owed]
-        return kept, starts, weight.item()
+        return kept, starts, weight
 
     def _pull(
         self, microbatch: int, kept: Any, gradients: list, count: float, kind: Kind
     ) -> list[Tensor | None]:
         self._bind(microbatch)
         # Whichever version this is, its backward adds to the one sum, in place.
-        weights = self.weights[self.fed[microbatch].version]
+        self._sum_in(self.weights[self.fed[microbatch].version])
         weighs = bool(count) or self.slices > 1
-        for name, p in weights.items():
-            p.grad = self.total.get(name) if weighs else None
+        if not weighs:
+            before, self.total = self.total, {}
         found: list[Tensor | None] = []
         held: list[Tensor] = []
         past = kept.past if isinstance(kept, _Kept) else 0
@@ -252,21 +253,18 @@ class TorchStage(VersionedStage):
                 kept.weight_grad()
             else:
                 found, held = self._pull_input(microbatch, kept, gradients, count, kind)
-        for name, p in weights.items():
-            if p.grad is not None:
-                # What counts nothing has zeros, whatever a mean of nothing has made of it.
-                if weighs or name not in self.total:
-                    self.total[name] = p.grad if weighs else torch.zeros_like(p.grad)
-                p.grad = None
         if not weighs:
+            # What counts nothing has zeros, whatever a mean of nothing has made of it.
+            zeros = {name: torch.zeros_like(g) for name, g in self.total.items()}
+            self.total = zeros | before
             found = [None if g is None else torch.zeros_like(g) for g in found]
-        # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
-        # and what is kept for W.
-        shared = storages([*held, *self.total.values()])
-        found = [
-            g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
-            for g in found
-        ]
+        # Autograd may give one memory to an input's gradient, the first of a weight's, which is
+        # added to later, and what is kept for W.
+        elif shared := storages([*held, *self._begun()]):
+            found = [
+                g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
+                for g in found
+            ]
         if past:
             self._owed[microbatch - 1], found = found[-past:], found[:-past]
         return found
@@ -338,6 +336,16 @@ class _Entered(torch.autograd.Function):
 _entered: Callable[[Tensor], Tensor] = _Entered.apply
 
 
+def _leaves(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+
+
+@lru_cache
+def _as_type(weight: float, dtype: torch.dtype) -> float:
+    """A count as the loss's type has it: what weighs the gradient is what is counted."""
+    return torch.tensor(weight, dtype=dtype, device="cpu").item()
+
+
 def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
@@ -347,8 +355,11 @@ def _check_mean(mean: Any, output: Any) -> None:
     if not isinstance(mean, Tensor) or mean.ndim:
         found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ValueError(f"the loss is a {found}: give the mean over the samples, one number")
-    graph = any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
-    if torch.is_grad_enabled() and graph and not mean.requires_grad:
+    if (
+        torch.is_grad_enabled()
+        and not mean.requires_grad
+        and any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
+    ):
         raise ValueError(
             "the loss is detached from the model's output, so nothing would be trained: leave out "
             "detach(), item() and no_grad() in the loss"
@@ -357,7 +368,7 @@ def _check_mean(mean: Any, output: Any) -> None:
 
 def _warn_of_padding(loss: Any, target: Any) -> bool:
     """Warn of a loss without a count if its targets hold -100, which torch's losses leave out."""
-    whole = [t for t in pytree.tree_leaves(target) if getattr(t, "dtype", 0) is torch.int64]
+    whole = [t for t in _leaves(target) if getattr(t, "dtype", 0) is torch.int64]
     padded = any((t == -100).any() for t in whole)
     if padded:
         warnings.warn_explicit(

@@ -66,7 +66,8 @@ class VersionedStage(CountingStage):
     names   of its weights in the model: see `recut.names_in`
     draws   by whether it trains, whether its forwards draw random numbers; if unknown, the first
             one shows it. Only stages that draw must take turns
-    total   the gradient of the next update so far, by weight, of any versions
+    total   the gradient of the next update so far, by weight, of any versions; it stands in the
+            `grad` of those of one version, where backwards add to it
 
     Gradients of weights narrower than float32 are added up in float32 (4 bytes a weight, and no
     time that could be measured), over micro-batches, replicas, ties and copies, and rounded once,
@@ -103,7 +104,6 @@ class VersionedStage(CountingStage):
         self._away: dict[int, Offloaded] = {}  # by micro-batch
         self._owed: dict[int, list[Tensor | None]] = {}  # by slice, the gradients of that
         self.draws = {True: True} if draws else {}
-        self.total: dict[str, Tensor] = {}
         self.weights = {0: _summed_wide(dict(module.named_parameters()))}
         # Where each weight stands in the module; in several places if layers share it.
         own = {id(p): name for name, p in self.weights[0].items()}
@@ -113,6 +113,7 @@ class VersionedStage(CountingStage):
             for attribute, p in part._parameters.items()
             if p is not None
         ]
+        self._bound: dict[str, nn.Parameter] = {}  # the version that stands there
         self._parts = [part for part in module.modules() if part._buffers]
         if start:
             self._load(start)
@@ -136,8 +137,11 @@ class VersionedStage(CountingStage):
         frozen = ((name, p) for name, p in latest.items() if not p.requires_grad)
         self._frozen = {name: (p, p._version) for name, p in frozen}
         self._groups = self.optimizer.param_groups if self.optimizer else []
+        self._summing, self._unsettled = latest, [*latest]
         self._note_constants()
-        self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
+        # Bytes of gradients and the optimizer's state; None until they are asked for.
+        self._of_gradients: int | None = None
+        self._of_optimizer: int | None = None
 
     def begin(self, stage: int, order: Order) -> None:
         if self.training and not order.training:
@@ -153,7 +157,9 @@ class VersionedStage(CountingStage):
 
     def placed(self, data: Any) -> Any:
         # Copies: a slice would keep, and count as, the memory of the whole batch, with its graph.
-        return pytree.tree_map_only(Tensor, lambda t: self.device.placed(t.detach()), data)
+        if isinstance(data, Tensor):
+            return self.device.placed(data.detach())
+        return pytree.tree_map_only(Tensor, self.placed, data)
 
     def _load(self, start: StageState) -> None:
         parameters, newest = self.weights[0], max(start.weights)
@@ -195,10 +201,11 @@ class VersionedStage(CountingStage):
         square = self._told_square(number, received or {}, tied)
         divisor = self.divisor(number, lambda: float(own_square + _squares(tied.values())))
         # [1] the handles take the latest weights, and the whole gradient
-        latest = self.weights[number]
+        latest, gradients = self.weights[number], self.total
+        self.total = {}
         for name, handle in self._handles.items():
             handle.data = latest[name].data
-            total = self.total.pop(name, None)
+            total = gradients.pop(name, None)
             if self.ties.get(name) in tied:
                 total = tied[self.ties[name]].clone()
             handle.grad = None if total is None else _rounded(total.div_(divisor), handle.dtype)
@@ -217,6 +224,7 @@ class VersionedStage(CountingStage):
             self._note_constants()
         else:
             self.weights[number + 1] = self.weights.pop(number)
+        self._sum_in(self.weights[number + 1])
         # [3] step
         used = [group for group in self._groups if group["params"]]
         rates = [group["lr"] for group in used if "lr" in group]
@@ -274,6 +282,7 @@ class VersionedStage(CountingStage):
 
     def finish(self, microbatch: int, count: float) -> None:
         if super().finish(microbatch, count) is not None:
+            self._sum_in(self.weights[self.latest])
             self._note_constants()
 
     def sums(self, update: int) -> list[Tensor]:
@@ -281,7 +290,8 @@ class VersionedStage(CountingStage):
 
         Replicas need a flush, so all gradients are of the latest version.
         """
-        for name, total in self.total.items():
+        found = self.total
+        for name, total in found.items():
             if total.is_sparse:
                 raise ValueError(
                     f"the gradient of {name} is sparse, but replicas add up dense ones: make its "
@@ -290,20 +300,20 @@ class VersionedStage(CountingStage):
         # All replicas send as many tensors, also of weights that one of them has not used.
         latest = self.weights[self.latest]
         gradients = [
-            self.total[name]
-            if name in self.total
+            found[name]
+            if name in found
             else torch.zeros_like(latest[name], dtype=latest[name].grad_dtype)
             for name in self._trained
         ]
-        counted = [self.counts.get(update, 0.0), *(name in self.total for name in self._trained)]
+        counted = [self.counts.get(update, 0.0), *(name in found for name in self._trained)]
         counts = torch.tensor(counted, dtype=torch.float64, device=self.device.device)
         return [counts, *gradients]
 
     def replace_sums(self, update: int, sums: list[Tensor]) -> None:
         self.counts[update], *used = sums[0].tolist()
-        for name, total, users in zip(self._trained, sums[1:], used, strict=True):
-            if users:  # without a gradient, optimizers leave a weight alone
-                self.total[name] = total
+        pairs = zip(self._trained, sums[1:], used, strict=True)
+        # Without a gradient, optimizers leave a weight alone.
+        self.total |= {name: total for name, total, users in pairs if users}
 
     @property
     def has_buffers(self) -> bool:
@@ -331,7 +341,9 @@ class VersionedStage(CountingStage):
         if self._of_optimizer is None:
             states = pytree.tree_leaves([*self.optimizer.state.values()]) if self.optimizer else ()
             self._of_optimizer = _bytes(state for state in states if isinstance(state, Tensor))
-        return Bytes(*self._of_weights, _bytes(self.total.values()), self._of_optimizer)
+        if self._of_gradients is None:
+            self._of_gradients = _bytes(self.total.values())
+        return Bytes(*self._of_weights, self._of_gradients, self._of_optimizer)
 
     def trained(self) -> dict[str, Tensor]:
         """The module's state with its latest weights, on the CPU."""
@@ -398,11 +410,48 @@ class VersionedStage(CountingStage):
     def given_back(self, output: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), output)
 
+    # ---- the sum of gradients
+
+    @property
+    def total(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._summing.items() if p.grad is not None}
+
+    @total.setter
+    def total(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, p in self._summing.items():
+            p.grad = gradients.get(name)
+        self._unsettled = [*self._summing]
+        self._of_gradients = None
+
+    def _sum_in(self, weights: dict[str, nn.Parameter]) -> None:
+        """Let the sum stand in the weights of this version."""
+        if weights is not self._summing:
+            gradients, self.total = self.total, {}
+            self._summing = weights
+            self.total = gradients
+
+    def _begun(self) -> list[Tensor]:
+        """The parts of the sum that are in new memory since the last time: mostly none.
+
+        A sum of sparse gradients always is.
+        """
+        found, names, self._unsettled = [], self._unsettled, []
+        for name in names:
+            gradient = self._summing[name].grad
+            if gradient is not None:
+                found.append(gradient)
+                self._of_gradients = None
+            if gradient is None or gradient.layout is not torch.strided:
+                self._unsettled.append(name)
+        return found
+
     # ---- the versions
 
     def _bind_version(self, version: int) -> None:
-        for parameters, attribute, name in self._places:
-            parameters[attribute] = self.weights[version][name]
+        if self._bound is not self.weights[version]:
+            self._bound = self.weights[version]
+            for parameters, attribute, name in self._places:
+                parameters[attribute] = self._bound[name]
 
     def _note_constants(self) -> None:
         """Weights and buffers are no activations, whoever saves them."""
