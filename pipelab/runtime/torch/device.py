@@ -196,22 +196,28 @@ def whole_backward(
 
 
 def walk(
-    starts: Sequence[GradientEdge], gradients: Sequence[Tensor], ends: Sequence[Tensor] = ()
-) -> None:
+    starts: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    ends: Sequence[Any] = (),
+    *,
+    keep: bool = False,
+) -> Sequence[Tensor | None]:
     """Accumulate gradients from `starts`, those of `ends` or else of all leaves; frees the graph.
 
-    torch.autograd.backward (2.11 to 2.13) first compares shapes in Python, as slowly as a small
-    product; here they are right.
+    keep  return those of `ends` instead, and keep the graph
+
+    torch.autograd's (2.11 to 2.13) first compare shapes in Python, as slowly as a small product;
+    here they are right.
     """
-    keep_graph = build_another = False
-    _engine_run_backward(
+    build_another = False
+    return _engine_run_backward(
         tuple(starts),
         tuple(gradients),
-        keep_graph,
+        keep,
         build_another,
         tuple(ends),
         allow_unreachable=True,
-        accumulate_grad=True,
+        accumulate_grad=not keep,
     )
 
 

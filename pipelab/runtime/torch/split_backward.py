@@ -20,21 +20,24 @@ like a custom Function or an LSTM, and of operations whose saved tensors have ho
 under torch.utils.checkpoint, which would compute its layers again.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipelab.runtime.torch.device import walk, whole_backward
 from pipelab.runtime.torch.ledger import Saved
 
-# operation -> what hands it gradients, and as which of its outputs'; None: where a backward starts
-Above = dict[Node, list[tuple[Node | None, int]]]
+Edge = tuple[int, int]  # an operation, by its number, and which of its outputs
+# Per operation what it is, and where it hands its gradients.
+Graph = tuple[tuple[type, tuple[Edge | None, ...]], ...]
+# By operation, what hands it gradients, and as which of its outputs'; None: where a backward starts
+Above = list[list[tuple[int | None, int]]]
 
 # Their backwards start one of their own, or refuse to run for some gradients only.
 INDIVISIBLE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
@@ -72,18 +75,42 @@ AT_ONCE = {
 
 @dataclass(eq=False)
 class _Group:
-    """Forks with weights in common, where gradients enter them, and with which W starts.
+    """Forks with weights in common.
 
     weights     by the ends of their branches (AccumulateGrad)
     operations  of the branches
-    gates       where I leaves gradients
     """
 
-    forks: set[Node]
-    weights: list[Any]
-    operations: set[Node]
-    gates: list[GradientEdge] = field(default_factory=list)
-    starts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+    forks: set[int]
+    weights: list[int]
+    operations: set[int]
+
+
+class _Part(NamedTuple):
+    """What I leaves to one walk of W.
+
+    weights  whose gradients are found by it
+    gates    of its forks, where I leaves gradients
+    starts   the outputs, by number, that are off the trunk
+    """
+
+    weights: list[int]
+    gates: list[Edge]
+    starts: list[int]
+
+
+class _Cut(NamedTuple):
+    """What I and W do with any graph of the same operations and edges.
+
+    forks     of all parts
+    together  weight -> why I computes its gradient, too
+    freed     operations that W does not need
+    """
+
+    parts: list[_Part]
+    forks: set[int]
+    together: dict[int, str]
+    freed: list[int]
 
 
 class Halves:
@@ -104,81 +131,61 @@ class Halves:
         self.outputs, self.gradients, self.inputs = outputs, gradients, inputs
         self.together: dict[Tensor, str] = {}
         self.indivisible: str | None = None
-        self._groups: list[_Group] = []
-        self._above, leaves = _operations(outputs)
-        whole_only = {kind.__name__ for kind in set(map(type, self._above))} & INDIVISIBLE
-        if inputs and whole_only:
+        # Of each part the gates, the edges and gradients that W starts with, and the weights.
+        self._parts: list[tuple[list[GradientEdge], list[Any], list[Tensor]]] = []
+        self._freed: list[Node] = []
+        if not inputs:
+            return
+        nodes, graph = _walk(outputs)
+        if whole_only := {kind.__name__ for kind, _ in graph} & INDIVISIBLE:
             name = min(whole_only).removesuffix("Backward")
             self.indivisible = f"{name} is differentiated as a whole"
-        elif inputs:
-            self._cut(leaves)
+        else:
+            self._cut([*nodes], nodes, graph)
 
-    def _cut(self, leaves: Sequence[Any]) -> None:
-        """Find the forks, and group them by their weights."""
-        of_inputs = {id(leaf) for leaf in self.inputs}
-        ends = {leaf for leaf in leaves if id(leaf.variable) in of_inputs}
-        trunk = ends | _leading_to(ends, self._above)
-        for group in _groups([leaf for leaf in leaves if leaf not in ends], self._above, trunk):
-            if why := self._once(group):
-                self.together.update((weight.variable, why) for weight in group.weights)
-                continue
-            for fork in group.forks & trunk:
-                entered = {n for node, n in self._above[fork] if node is None or node in trunk}
-                group.gates += [GradientEdge(fork, number) for number in sorted(entered)]
-            # Off the trunk W starts with an output's own gradient: what I could leave there would
-            # have been through the output's hooks, which run in W, too.
-            for output, gradient in zip(self.outputs, self.gradients, strict=True):
-                if output.node in group.forks - trunk:
-                    group.starts.append((output, gradient))
-            self._groups.append(group)
-
-    def _once(self, group: _Group) -> str | None:
-        """Why all of the group's gradients have to be computed in one go, or None."""
-        for fork in group.forks:
-            name = type(fork).__name__.removesuffix("0").removesuffix("Backward")
-            if isinstance(fork, BackwardCFunction) or name in AT_ONCE:
-                return f"{name} computes all its gradients at once"
-            if not all(isinstance(saved, Saved) for saved in _saved(fork)):
-                return "it is recomputed, or saved by its own hooks"
-        # A walk of W that starts at the upper fork would come to the lower one along the trunk, and
-        # count its part twice.
-        if len(group.forks) > 1 and group.forks & _leading_to(group.forks, self._above):
-            return "it is used several times in a chain"
-        return None
+    def _cut(self, nodes: Sequence[Any], numbers: Mapping[Node, int], graph: Graph) -> None:
+        starts = tuple((numbers[edge.node], edge.output_nr) for edge in self.outputs)
+        ends = [numbers.get(get_gradient_edge(x).node) for x in self.inputs]
+        inputs = frozenset(end for end in ends if end is not None)  # one may reach no output
+        cut = cut_of(graph, starts, inputs, frozenset())
+        foreign = {n for n in cut.forks if not all(isinstance(x, Saved) for x in _saved(nodes[n]))}
+        if foreign:
+            cut = cut_of(graph, starts, inputs, frozenset(foreign))
+        self.together = {nodes[n].variable: why for n, why in cut.together.items()}
+        for part in cut.parts:
+            gates = [GradientEdge(nodes[n], number) for n, number in part.gates]
+            own = [(self.outputs[k], self.gradients[k]) for k in part.starts]
+            self._parts.append((gates, own, [nodes[n].variable for n in part.weights]))
+        self._freed = [nodes[n] for n in cut.freed]
 
     def input_grad(self) -> list[Tensor | None]:
         """The gradients of the inputs, in order; None for an input without one."""
         if not self.inputs:
             return []
-        if self._groups:
+        if self._parts:
             found = self._down_the_trunk()
         else:
             found = whole_backward(self.outputs, self.gradients, self.inputs)
             self.inputs = []  # nothing is left to do
-        self.outputs, self.gradients, self._above = [], [], {}
+        self.outputs, self.gradients, self._freed = [], [], []
         return found
 
     def _down_the_trunk(self) -> list[Tensor | None]:
         together = list(self.together)
-        gates = [gate for group in self._groups for gate in group.gates]
+        gates = [gate for part, _, _ in self._parts for gate in part]
         wanted: list[Any] = [*self.inputs, *together, *gates]
-        found = iter(
-            # W will walk the branches of the same graph, so it is kept.
-            torch.autograd.grad(
-                self.outputs, wanted, self.gradients, retain_graph=True, allow_unused=True
-            )
-        )
+        # W will walk the branches of the same graph, so it is kept.
+        found = iter(walk(self.outputs, self.gradients, wanted, keep=True))
         of_inputs = [_laid_out(next(found), leaf) for leaf in self.inputs]
         for weight in together:
             gradient = next(found)
             if gradient is not None:  # not in place, as others may hold what it was
                 weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
-        for group in self._groups:
-            arrived = [(gate, next(found)) for gate in group.gates]
-            group.starts += [(gate, grad) for gate, grad in arrived if grad is not None]
+        for part, starts, _ in self._parts:
+            arrived = [(gate, next(found)) for gate in part]
+            starts += [(gate, grad) for gate, grad in arrived if grad is not None]
         # What the trunk saved is given back now: this is the memory that a split backward frees.
-        needed = [group.forks | group.operations for group in self._groups]
-        for node in self._above.keys() - set().union(*needed):
+        for node in self._freed:
             for saved in _saved(node):
                 if isinstance(saved, Saved):  # numbers and others' hooks have nothing to give back
                     saved.tensor = None
@@ -187,20 +194,19 @@ class Halves:
     def weight_grad(self) -> None:
         """Accumulate the weights' gradients that I left out; frees what was kept."""
         whole_backward(self.outputs, self.gradients, [])
-        while self._groups:
-            group = self._groups.pop()
-            if group.starts:
-                operations, gradients = zip(*group.starts, strict=True)
-                weights = [node.variable for node in group.weights]
+        while self._parts:
+            _, starts, weights = self._parts.pop()
+            if starts:
+                operations, gradients = zip(*starts, strict=True)
                 walk(operations, gradients, weights)
         self.outputs, self.gradients = [], []
 
     def kept(self) -> Iterator[Tensor]:
         """Memory kept until W beside `remaining`: gradients, and inputs that the graph holds."""
         yield from self.gradients
-        for group in self._groups:
-            yield from (gradient for _, gradient in group.starts)
-        if self._groups:
+        for _, starts, _ in self._parts:
+            yield from (gradient for _, gradient in starts)
+        if self._parts:
             yield from self.inputs
 
 
@@ -213,41 +219,88 @@ def _laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     return gradient if same else like.copy_(gradient)
 
 
-def _operations(outputs: Sequence[GradientEdge]) -> tuple[Above, list[Any]]:
-    """All operations that gradients reach from the outputs, and those of them that are leaves'."""
-    above: Above = {edge.node: [] for edge in outputs}
-    for edge in outputs:
-        above[edge.node].append((None, edge.output_nr))
-    reached, leaves = list(above), []
-    for node in reached:
-        below = node.next_functions
-        if not below:
-            leaves.append(node)
-        for other, number in below:
-            if other is None:
-                continue
-            if other not in above:
-                above[other] = []
-                reached.append(other)
-            above[other].append((node, number))
-    return above, leaves
+def _walk(outputs: Sequence[GradientEdge]) -> tuple[dict[Node, int], Graph]:
+    """All operations that gradients reach from the outputs, numbered, and their graph."""
+    nodes = list(dict.fromkeys(edge.node for edge in outputs))
+    numbers = {node: number for number, node in enumerate(nodes)}
+    graph = []
+    for node in nodes:  # of which there are more and more
+        below: list[Edge | None] = []
+        for other, output in node.next_functions:
+            if other is not None and other not in numbers:
+                numbers[other] = len(nodes)
+                nodes.append(other)
+            below.append(None if other is None else (numbers[other], output))
+        graph.append((type(node), tuple(below)))
+    return numbers, tuple(graph)
 
 
-def _leading_to(nodes: Iterable[Node], above: Above) -> set[Node]:
+@lru_cache(256)
+def cut_of(
+    graph: Graph, outputs: tuple[Edge, ...], inputs: frozenset[int], foreign: frozenset[int]
+) -> _Cut:
+    """Find the forks, and group them by their weights.
+
+    foreign  operations that saved by other hooks than ours
+    """
+    above: Above = [[] for _ in graph]
+    for node, number in outputs:
+        above[node].append((None, number))
+    for node, (_, below) in enumerate(graph):
+        for edge in filter(None, below):
+            above[edge[0]].append((node, edge[1]))
+    trunk = inputs | _leading_to(inputs, above)
+    weights = [n for n, (_, below) in enumerate(graph) if not below and n not in inputs]
+    cut, needed = _Cut([], set(), {}, []), set[int]()
+    for group in _groups(weights, above, trunk):
+        if why := _once(group, graph, above, foreign):
+            cut.together.update(dict.fromkeys(group.weights, why))
+            continue
+        gates = []
+        for fork in sorted(group.forks & trunk):
+            entered = {n for node, n in above[fork] if node is None or node in trunk}
+            gates += [(fork, number) for number in sorted(entered)]
+        # Off the trunk W starts with an output's own gradient: what I could leave there would have
+        # been through the output's hooks, which run in W, too.
+        starts = [k for k, (node, _) in enumerate(outputs) if node in group.forks - trunk]
+        cut.parts.append(_Part(group.weights, gates, starts))
+        cut.forks.update(group.forks)
+        needed |= group.forks | group.operations
+    cut.freed.extend(n for n in range(len(graph)) if n not in needed)
+    return cut
+
+
+def _once(group: _Group, graph: Graph, above: Above, foreign: frozenset[int]) -> str | None:
+    """Why all of the group's gradients have to be computed in one go, or None."""
+    for fork in sorted(group.forks):
+        kind, _ = graph[fork]
+        name = kind.__name__.removesuffix("0").removesuffix("Backward")
+        if issubclass(kind, BackwardCFunction) or name in AT_ONCE:
+            return f"{name} computes all its gradients at once"
+        if fork in foreign:
+            return "it is recomputed, or saved by its own hooks"
+    # A walk of W that starts at the upper fork would come to the lower one along the trunk, and
+    # count its part twice.
+    if len(group.forks) > 1 and group.forks & _leading_to(group.forks, above):
+        return "it is used several times in a chain"
+    return None
+
+
+def _leading_to(nodes: Iterable[int], above: Above) -> set[int]:
     """The operations through which gradients come to any of these."""
-    found: set[Node] = set()
+    found: set[int] = set()
     stack = list(nodes)
     while stack:
-        for node, _ in above.get(stack.pop(), ()):  # an input may reach no output
+        for node, _ in above[stack.pop()]:
             if node is not None and node not in found:
                 found.add(node)
                 stack.append(node)
     return found
 
 
-def _groups(weights: Iterable[Node], above: Above, trunk: set[Node]) -> list[_Group]:
+def _groups(weights: Iterable[int], above: Above, trunk: Set[int]) -> list[_Group]:
     """Forks with a weight in common, directly or through others, together."""
-    owner: dict[Node, _Group] = {}
+    owner: dict[int, _Group] = {}
     for weight in weights:
         group = _branch(weight, above, trunk)
         # Groups that this weight's forks belong to grow together through it.
@@ -259,7 +312,7 @@ def _groups(weights: Iterable[Node], above: Above, trunk: set[Node]) -> list[_Gr
     return list(dict.fromkeys(owner.values()))
 
 
-def _branch(weight: Node, above: Above, trunk: set[Node]) -> _Group:
+def _branch(weight: int, above: Above, trunk: Set[int]) -> _Group:
     """Where gradients leave the trunk for a weight, or start for it alone; and its branch."""
     group = _Group(set(), [weight], {weight})
     stack = [weight]
@@ -267,7 +320,7 @@ def _branch(weight: Node, above: Above, trunk: set[Node]) -> _Group:
         node = stack.pop()
         for other, _ in above[node]:
             if other is None or other in trunk:
-                group.forks.add(other or node)
+                group.forks.add(node if other is None else other)
             elif other not in group.operations:
                 group.operations.add(other)
                 stack.append(other)
