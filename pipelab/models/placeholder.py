@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter, OrderedDict
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Placeholder(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         source = next(leaf for leaf in leaves if isinstance(leaf, Placeholder))
         name = func.__name__
         _, of = source.origin
@@ -71,13 +72,30 @@ class Placeholder(Tensor):
             found = func(*args, **kwargs or {})
             if name.startswith("new_") or name.endswith("_like"):
                 return found
-            in_place = re.fullmatch("__i.*__|__setitem__|.*[^_]_", name)
-            written = args[:1] if in_place else ()
-            for leaf in pytree.tree_leaves((found, written)):
+            written = args[:1] if _in_place(name) else ()
+            for leaf in leaves_of((found, written)):
                 if isinstance(leaf, Tensor):
                     leaf.__class__ = Placeholder
                     leaf.origin = source.origin  # type: ignore[attr-defined]
         return found
+
+
+@cache
+def _in_place(name: str) -> bool:
+    return bool(re.fullmatch("__i.*__|__setitem__|.*[^_]_", name))
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """As pytree's, which would take most of the time of a forward with stubs."""
+    if type(tree) not in (tuple, list, dict):
+        return pytree.tree_leaves(tree)
+    found = []
+    for part in tree.values() if type(tree) is dict else tree:
+        if part is None or isinstance(part, (Tensor, int, float, str)):
+            found.append(part)
+        else:
+            found += leaves_of(part)
+    return found
 
 
 # Methods and functions that give a number, an answer or an array.
@@ -95,12 +113,14 @@ def known(leaf: Any) -> Any:
 
 def placeholder(tape: Tape, origin: str | Place, shaped: Tensor) -> Tensor:
     """A placeholder of this shape and type."""
-    like, kind = tape.like, shaped.dtype
-    if kind.is_floating_point and like.is_floating_point():
-        kind = like.dtype  # the layers may have been brought to another precision since
-    value = torch.nan if kind.is_floating_point else 0
-    made = torch.full(shaped.shape, value, dtype=kind, device=like.device)
-    found = made.as_subclass(Placeholder)
+    like = tape.like
+    with torch._C.DisableTorchFunctionSubclass():
+        kind = shaped.dtype
+        if kind.is_floating_point and like.is_floating_point():
+            kind = like.dtype  # the layers may have been brought to another precision since
+        value = torch.nan if kind.is_floating_point else 0
+        made = torch.full(shaped.shape, value, dtype=kind, device=like.device)
+        found = made.as_subclass(Placeholder)
     found.origin = tape, origin
     return found
 

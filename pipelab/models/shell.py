@@ -7,6 +7,7 @@ stubs for the blocks and hollow modules for other parts.
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from pipelab.models.placeholder import (
     Place,
     Tape,
     known,
+    leaves_of,
     placeholder,
     random_state,
 )
@@ -123,8 +125,8 @@ class Around(nn.Module):
         tape = self.tape
         if self.first:
             values = self.inputs.handed(values)
-            tensors = [*self.parameters(), *values.values()]
-            tape.like = next((t for t in tensors if t.is_floating_point()), tensors[-1])
+            tensors = chain(self.parameters(), values.values())
+            tape.like = next(filter(Tensor.is_floating_point, tensors), [*values.values()][-1])
         else:
             tape.given = {place: values[name] for place, name in self.after.items()}
             tape.like = next(iter(tape.given.values()))
@@ -266,7 +268,7 @@ class Stub(Hollow):
                 else "the model " + SKIPS.format(" for this batch")
             )
         tape.passed[of_list] += 1
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         if of_list == tape.until:
             self._compare((len(args), [*kwargs]), leaves)
             tape.calls.append(leaves)
@@ -283,13 +285,16 @@ class Stub(Hollow):
         shaped = [hidden] * len(self.result)
         if self.reshapes and not all((*self.place, i) in tape.given for i in range(len(shaped))):
             shaped = pytree.tree_leaves(super().forward(*args, **kwargs))
-        found = [
-            tape.given.get((of_list, block, i), placeholder(tape, (of_list, block, i), x))
-            if leaf is Tensor
-            else leaf
-            for i, (x, leaf) in enumerate(zip(shaped, self.result, strict=True))
-        ]
-        found = [found[i] for i in self.firsts]
+        found: list[Any] = []
+        for i, first in enumerate(self.firsts):
+            if first < i:
+                found.append(found[first])
+            elif self.result[i] is not Tensor:
+                found.append(self.result[i])
+            elif (made := tape.given.get((of_list, block, i))) is not None:
+                found.append(made)
+            else:
+                found.append(placeholder(tape, (of_list, block, i), shaped[i]))
         if of_list == tape.until:
             tape.returned.append([(x, _version(x)) for x in found])
         return _filled(self.form, found)
@@ -352,8 +357,9 @@ def constants_of(call: Call) -> list[Any]:
 
 
 def _version(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
 def _filled(form: Any, leaves: Sequence[Any]) -> Any:
-    return pytree.tree_map(lambda number: leaves[number], form)
+    return leaves[form] if form == 0 else pytree.tree_map(leaves.__getitem__, form)
