@@ -26,7 +26,7 @@ from measure import (
 )
 from peers import DEFAULT as PEERS
 from peers import SGD, Case, vectors
-from pipelab import make, run
+from pipelab import Trainer, make, run
 from ranks import Run, on_ranks
 
 
@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
     microbatches: int = 8
     batches: int = 24
     empty: int = 64  # micro-batches of empty actions
+    weights: int = 150  # of a stage with many
 
 
 DEFAULT = Sizes()
@@ -82,14 +83,25 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def empty(devices: int) -> Case:
+class ScaleByMean(nn.Module):
+    """The same with the mean of many weights, as many as a stage of a large model has."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(1) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.stack([*self.weights]).mean()
+
+
+def empty(devices: int, weights: int = 1) -> Case:
     """A model of one such layer a device."""
-    layers = partial(_scales, devices)
+    layers = partial(_scales, devices, weights)
     return Case(f"empty, {devices} stages", layers, partial(vectors, 1), F.mse_loss, samples=1)
 
 
-def _scales(count: int) -> list[nn.Module]:
-    return [Scale() for _ in range(count)]
+def _scales(count: int, weights: int) -> list[nn.Module]:
+    return [Scale() if weights == 1 else ScaleByMean(weights) for _ in range(count)]
 
 
 def batch_in_a_loop(case: Case, microbatches: int, count: int) -> float:
@@ -109,12 +121,22 @@ def batch_in_a_loop(case: Case, microbatches: int, count: int) -> float:
 def _empty_actions(repeats: int, sizes: Sizes, on_two: Sequence[list[float]]) -> list[str]:
     m, count, name = sizes.empty, sizes.batches, "pipedream_flush"
 
-    def ours(devices: int, backend: str, check: bool = False) -> Callable[[], float]:
-        return lambda: batch_of_ours(empty(devices), name, devices, m, count, backend, check)
+    def ours(
+        devices: int, backend: str, check: bool = False, weights: int = 1
+    ) -> Callable[[], float]:
+        case = empty(devices, weights)
+        return lambda: batch_of_ours(case, name, devices, m, count, backend, check)
 
+    many, of_many = sizes.weights, f", {sizes.weights} weights a stage"
     calls: dict[tuple[str, int], Callable[[], float]] = {
         ("a bare loop without a pipeline", 1): lambda: batch_in_a_loop(empty(1), m, count),
+        (f"a bare loop{of_many}", 1): lambda: batch_in_a_loop(empty(1, many), m, count),
+        ("a Trainer's threads", 1): lambda: batch_of_trainer(empty(1), name, m, count),
+        (f"a Trainer's threads{of_many}", 1): lambda: batch_of_trainer(
+            empty(1, many), name, m, count
+        ),
         ("threads", 1): ours(1, "threads"),
+        (f"threads{of_many}", 1): ours(1, "threads", weights=many),
         ("threads", 2): ours(2, "threads"),
         ("threads, kept for the check", 2): ours(2, "threads", check=True),
         ("processes", 2): ours(2, "processes"),
@@ -131,7 +153,7 @@ def _empty_actions(repeats: int, sizes: Sizes, on_two: Sequence[list[float]]) ->
         paragraph(
             f"Stages that multiply one number by one weight; 1F1B, {m} micro-batches. Microseconds "
             "per action of a rank, a batch's time / (2 m + 1), so with the waiting for the other "
-            "rank's messages."
+            "rank's messages. `run` counts the memory of every action; a Trainer does not."
         ),
         table(
             ("runtime", "ranks", "µs per action"),
@@ -158,6 +180,14 @@ def batch_of_ours(
     given = (case.stages(schedule.stages), case.batches(count, microbatches), case.loss, SGD)
     done = run(schedule, *given, backend=backend, check=check)
     return statistics.median(done.timeline.batch_seconds())
+
+
+def batch_of_trainer(case: Case, name: str, microbatches: int, count: int) -> float:
+    """The same of a Trainer with one device."""
+    given = (case.stages(1), case.loss, SGD)
+    with Trainer(make(name, 1, microbatches), *given, backend="threads", check=False) as trainer:
+        steps = list(trainer.fit(case.batches(count, microbatches)))
+        return statistics.median(step.seconds for step in steps[1:])
 
 
 def batch_of_torch(case: Case, name: str, devices: int, microbatches: int, count: int) -> float:
