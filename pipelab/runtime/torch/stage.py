@@ -256,7 +256,7 @@ class TorchStage(VersionedStage):
         if not weighs:
             # What counts nothing has zeros, whatever a mean of nothing has made of it.
             zeros = {name: torch.zeros_like(g) for name, g in self.total.items()}
-            self.total = zeros | before
+            self.total = {**zeros, **before}
             found = [None if g is None else torch.zeros_like(g) for g in found]
         # Autograd may give one memory to an input's gradient, the first of a weight's, which is
         # added to later, and what is kept for W.

@@ -201,7 +201,7 @@ class VersionedStage(CountingStage):
         square = self._told_square(number, received or {}, tied)
         divisor = self.divisor(number, lambda: float(own_square + _squares(tied.values())))
         # [1] the handles take the latest weights, and the whole gradient
-        latest, gradients = self.weights[number], self.total
+        latest, gradients = self.weights[number], {**self.total}
         self.total = {}
         for name, handle in self._handles.items():
             handle.data = latest[name].data
@@ -313,7 +313,8 @@ class VersionedStage(CountingStage):
         self.counts[update], *used = sums[0].tolist()
         pairs = zip(self._trained, sums[1:], used, strict=True)
         # Without a gradient, optimizers leave a weight alone.
-        self.total |= {name: total for name, total, users in pairs if users}
+        used_by_some = {name: total for name, total, users in pairs if users}
+        self.total = {**self.total, **used_by_some}
 
     @property
     def has_buffers(self) -> bool:
@@ -413,7 +414,7 @@ class VersionedStage(CountingStage):
     # ---- the sum of gradients
 
     @property
-    def total(self) -> dict[str, Tensor]:
+    def total(self) -> Mapping[str, Tensor]:
         return {name: p.grad for name, p in self._summing.items() if p.grad is not None}
 
     @total.setter

@@ -371,7 +371,7 @@ def without(mask):
     def update(stage, call):
         first = next(iter(stage.weights[stage.latest]))
         if first in stage.total and stage.first:
-            stage.total[first] = stage.total[first].masked_fill(mask, 0.0)
+            stage.total = {**stage.total, first: stage.total[first].masked_fill(mask, 0.0)}
         call()
 
     return update
