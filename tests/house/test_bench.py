@@ -245,7 +245,7 @@ def test_every_script_says_what_it_measures(name, monkeypatch, capsys):
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert "as a Markdown page" in " ".join(said.split())
-    assert "--repeats" in said
+    assert "--repeats" in said or name == "published.py"  # which measures nothing
 
 
 @pytest.mark.parametrize(

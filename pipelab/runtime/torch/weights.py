@@ -120,6 +120,17 @@ class VersionedStage(CountingStage):
         buffers = dict(module.named_buffers())
         self._shared = {name: (buffers[name], buffers[name].clone()) for name in shared}
         self._looked: set[int] = set()  # versions whose graph was looked through for other weights
+        self._make_optimizer(names, start)
+        latest = self.weights[self.latest]
+        frozen = ((name, p) for name, p in latest.items() if not p.requires_grad)
+        self._frozen = {name: (p, p._version) for name, p in frozen}
+        self._summing, self._unsettled = latest, [*latest]
+        self._note_constants()
+        # Bytes of gradients and the optimizer's state; None until they are asked for.
+        self._of_gradients: int | None = None
+        self._of_optimizer: int | None = None
+
+    def _make_optimizer(self, names: Mapping[str, str], start: StageState | None) -> None:
         # Handles stand for the weights in the optimizer: its state stays with them while versions
         # come and go. They are made from .data, since a detached tensor shares the weight's version
         # counter: a step would look like a change.
@@ -128,20 +139,13 @@ class VersionedStage(CountingStage):
         self._trained = [name for name, h in self._handles.items() if h.requires_grad]
         trained = [self._handles[name] for name in self._trained]
         called = [names[name] for name in self._trained]
-        self.optimizer, self.schedulers = make_optimizer(options.optimizer, trained, called)
+        self.optimizer, self.schedulers = make_optimizer(self.options.optimizer, trained, called)
         self._watch(called)
         if start:
-            load_into_modules(module, start.attributes, self.placed)
+            load_into_modules(self.module, start.attributes, self.placed)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
-        frozen = ((name, p) for name, p in latest.items() if not p.requires_grad)
-        self._frozen = {name: (p, p._version) for name, p in frozen}
         self._groups = self.optimizer.param_groups if self.optimizer else []
-        self._summing, self._unsettled = latest, [*latest]
-        self._note_constants()
-        # Bytes of gradients and the optimizer's state; None until they are asked for.
-        self._of_gradients: int | None = None
-        self._of_optimizer: int | None = None
 
     def begin(self, stage: int, order: Order) -> None:
         if self.training and not order.training:
