@@ -427,9 +427,16 @@ class Trainer(AbstractContextManager):
                 self._look()
 
     def _finish(self, call: str) -> None:
-        """Finish all that is under way, once all processes make this call."""
-        if self._steps:
-            self._meet(call)
+        """Finish all that is under way, once all processes make this call.
+
+        Where everything is known they need not meet: a look may have made it known meanwhile.
+        """
+        while self._steps:
+            try:
+                self._session.launcher.share(None, call, early=True)
+                break
+            except Looked:
+                self._look()
         self._empty()
 
     def _ask(self, call: str, **fields: Any) -> list[Any]:

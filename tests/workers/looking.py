@@ -35,6 +35,11 @@ def main():
                 assert [step.loss for step in steps] == whole.losses[5:] and len(evaluated) == 1
             expected = [whole.losses[i] for i in (0, 1, 3, 4, 4)]
             assert losses == (expected if rank == looker else [])
+            # Was: who had looked at the last step did not wait for the others at fit's end.
+            with pipelab.Trainer(table(), stages, *given[2:], check=False) as trainer:
+                losses = [step.loss for step in trainer.fit(batches, 6) if rank == looker]
+                assert len(trainer.evaluate(batches[:1])) == 1
+            assert losses == (whole.losses if rank == looker else [])
     sys.stdout.write(f"ok{rank}\n")  # one write: ranks share the output
 
 
