@@ -6,8 +6,18 @@ from functools import partial
 import torch
 from torch import nn
 
+from pipelab import Reads
+
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAM = partial(torch.optim.Adam, lr=1e-2)
+RULES = [  # schedules, and what their forwards read
+    ("gpipe", None),
+    ("pipedream_flush", None),
+    ("interleaved", None),
+    ("pipedream", None),
+    ("pipedream", Reads.FIRST),
+    ("pipedream_2bw", None),
+]
 FUZZ = int(os.environ.get("PIPELAB_FUZZ", "0"))  # so many random tables
 
 

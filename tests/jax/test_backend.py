@@ -14,23 +14,16 @@ import torch
 from flax import linen, nnx
 from torch.nn import functional as F
 
-from pipelab import Costs, Kind, Reads, Recompute, RunError, Schedule, evaluate, make, run, simulate
+from pipelab import Costs, Kind, Recompute, RunError, Schedule, evaluate, make, run, simulate
 from pipelab.jax.stage import JaxStage
 from pipelab.models.flax_mlp import mlp
 from pipelab.runtime.worker import Worker
 from tests.conftest import thorough
+from tests.support import RULES
 from tests.support import batches as torch_batches
 from tests.support import stages as torch_stages
 
-RULES = [
-    ("inter_layer", None),
-    ("gpipe", None),
-    ("pipedream_flush", None),
-    ("interleaved", None),
-    ("pipedream", None),
-    ("pipedream", Reads.FIRST),
-    ("pipedream_2bw", None),
-]
+EVERY = [("inter_layer", None), *RULES]
 RECOMPUTE = Recompute.NEVER, Recompute.EXCEPT_LAST
 
 
@@ -92,8 +85,8 @@ def split_gpipe(p, m):
 @pytest.mark.parametrize(
     ("rule", "recompute"),
     [
-        *((rule, RECOMPUTE[i % 2]) for i, rule in enumerate(RULES)),
-        *thorough(*((rule, RECOMPUTE[1 - i % 2]) for i, rule in enumerate(RULES))),
+        *((rule, RECOMPUTE[i % 2]) for i, rule in enumerate(EVERY)),
+        *thorough(*((rule, RECOMPUTE[1 - i % 2]) for i, rule in enumerate(EVERY))),
     ],
     ids=str,
 )

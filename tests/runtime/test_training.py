@@ -17,7 +17,7 @@ from pipelab.models.skip import Pop, Stash, with_skips
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.torch.device import CpuDevice
 from tests.conftest import FLUSH, examples, pairs, tables, thorough
-from tests.support import SGD, batches, decaying, stages
+from tests.support import RULES, SGD, batches, decaying, stages
 
 BACKENDS = ("threads", "processes")
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -454,15 +454,6 @@ def test_an_evaluation_keeps_nothing_for_a_backward():
 
 
 # ---- checkpoints
-
-RULES = [
-    ("gpipe", None),
-    ("pipedream_flush", None),
-    ("interleaved", None),
-    ("pipedream", None),
-    ("pipedream", Reads.FIRST),
-    ("pipedream_2bw", None),
-]
 
 
 def momentum(parameters):
