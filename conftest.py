@@ -9,6 +9,7 @@ import pytest
 
 # They are started, not imported.
 collect_ignore = ["notebooks/scripts", "pipelab/peers/scripts"]
+collect_ignore_glob = ["notebooks/programs/[0-9]*"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 os.environ.setdefault("TQDM_DISABLE", "1")  # a bar in a lecture would be an output of its own

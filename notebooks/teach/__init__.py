@@ -1,7 +1,7 @@
 """Guesses and exercises of the lectures: what is right is known here, not in the notebooks.
 
-Also what a lecture goes on with (`yours`), what it runs on (`machine`, `jax_devices`), and whether
-two runs differ (`in_turns`, `told_apart`).
+Also what a lecture goes on with (`yours`), what it runs on (`machine`, `jax_devices`), whether two
+runs differ (`in_turns`, `told_apart`), and the program that grows (`difference`, `torchrun`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 
 from teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, not_yet
 from teach.machines import jax_devices, machine
+from teach.programs import difference, torchrun
 
 __all__ = [
     "NOT_ATTEMPTED",
@@ -19,12 +20,14 @@ __all__ = [
     "Feedback",
     "Guess",
     "check",
+    "difference",
     "guess",
     "in_turns",
     "interval",
     "jax_devices",
     "machine",
     "told_apart",
+    "torchrun",
     "yours",
 ]
 
@@ -49,7 +52,7 @@ def check(name: str, answer: Any) -> Feedback:
 def yours(name: str, answer: Any) -> Any:
     """What a lecture goes on with: the answer if it passes its check, else the library's.
 
-    name    an exercise that has one (`Exercise.reference`), such as "01-1"
+    name    an exercise that has one (`Exercise.reference`), such as "05-1"
     answer  as for `check`
     """
     reference = _entry("EXERCISES", name).reference

@@ -1,8 +1,6 @@
 """Lecture 2: GPipe."""
 
 from copy import deepcopy
-from functools import partial
-from queue import Queue
 from typing import Any
 
 from pipelab import Costs, make, simulate
@@ -11,11 +9,8 @@ from teach.feedback import (
     Exercise,
     Guess,
     Judged,
-    NotYet,
     build,
     called,
-    in_threads,
-    is_close,
     one_moved,
     predict,
     understood,
@@ -29,89 +24,32 @@ LATE = """
 """
 
 
-def act(me: Any, kind: str, k: int) -> None:
-    """Receive if there is something to receive, compute, send if somebody waits for it."""
-    from torch.nn.functional import mse_loss
-
-    receives = (kind == "F") == (me.rank == 1)
-    received: Any = me.receive() if receives else None
-    if kind == "F":
-        me.inputs[k] = me.xs[k] if me.rank == 0 else received.requires_grad_()
-        me.outputs[k] = me.stage(me.inputs[k])
-        if me.rank == 1:
-            me.outputs[k] = mse_loss(me.outputs[k], me.ys[k]) / len(me.xs)
-    else:
-        me.outputs[k].backward(received)
-    if not receives:
-        me.send(me.outputs[k].detach() if kind == "F" else me.inputs[k].grad)
-
-
-class RankInThread:
-    """A rank of the lecture's program, whose messages lie in queues and are copies."""
-
-    def __init__(self, rank: int, stage: Any, xs: Any, ys: Any, there: Queue, back: Queue) -> None:
-        self.rank, self.stage, self.xs, self.ys = rank, stage, xs, ys
-        self.inputs: dict[int, Any] = {}
-        self.outputs: dict[int, Any] = {}
-        self.sent, self.received = (back, there) if rank else (there, back)
-
-    def receive(self) -> Any:
-        return self.received.get(timeout=1)
-
-    def send(self, tensor: Any) -> None:
-        if not hasattr(tensor, "detach"):
-            raise NotYet(f"rank {self.rank} sends {tensor!r}, which is not a tensor.")
-        self.sent.put(tensor.detach().clone())
-
-
-def two_ranks(answer: Any) -> Judged:
-    """(rank, kind, micro-batch): the undivided gradients, in either order of the lecture."""
-    if not callable(answer):
-        yield f"{answer!r} is not a function."
-    for order in (
-        [(kind, k) for kind in "FB" for k in range(4)],
-        [(kind, k) for k in range(6) for kind in "FB"],
-    ):
-        (found, left, tried), (right, _, _) = both_ranks(answer, order), both_ranks(act, order)
-        if not tried:
+def gpipe_row(answer: Any) -> Judged:
+    """(rank, b, m) -> the rank's actions in batch b: tuples of a stage, a letter and a number."""
+    for rank, b, m in ((0, 0, 4), (1, 0, 4), (0, 1, 4), (2, 3, 2)):
+        found = called(answer, rank, b, m, where=f"with rank {rank}, b = {b}, m = {m}")
+        if found is None:
             yield NOT_ATTEMPTED
-        if left:
-            yield f"{left} messages are left that nobody receives."
-        for rank, (mine, truth) in enumerate(zip(found, right, strict=True)):
-            if mine is None:
-                yield f"rank {rank} has no gradient at the end."
-            times = (mine * truth).sum() / (truth**2).sum()
-            if is_close(mine, truth, 1e-3):
-                continue
-            if is_close(mine, times * truth, 1e-3):
-                yield f"rank {rank}: {times:.3g} times the gradient. How many means are added up?"
-            yield f"rank {rank}: not the undivided gradient. Is k used everywhere?"
-    return ": a rank of any order, forwards and backwards."
-
-
-def both_ranks(worker: Any, order: list) -> tuple[list, int, bool]:
-    """Gradients by rank (None: no gradient), messages left, and whether it does anything at all."""
-    import torch
-
-    random = torch.Generator().manual_seed(0)
-    xs, ys = torch.randn(2, len(order) // 2, 2, 3, generator=random)
-    queues: tuple[Queue, Queue] = Queue(), Queue()
-    ranks = []
-    for rank in (0, 1):
-        stage = torch.nn.Linear(3, 3)
-        for weight in stage.parameters():
-            weight.data = torch.randn(weight.shape, generator=random)
-        ranks.append(RankInThread(rank, stage, xs, ys, *queues))
-
-    def play(me: RankInThread) -> bool:
-        return any([worker(me, kind, k) is not None for kind, k in order])
-
-    answered, waits = in_threads(partial(play, me) for me in ranks)
-    if waits:
-        raise NotYet("a rank waits for ever: it receives what nobody sends.")
-    found = [None if me.stage.weight.grad is None else me.stage.weight.grad.numpy() for me in ranks]
-    tried = any(answered) or any(me.outputs for me in ranks) or any(g is not None for g in found)
-    return found, sum(q.qsize() for q in queues), tried
+        with understood('give a list of tuples such as (0, "F", 3).'):
+            row = [(int(s), str(kind), int(k)) for s, kind, k in found]
+        batch = range(m * b, m * b + m)
+        forwards, backwards = ([(rank, kind, k) for k in batch] for kind in "FB")
+        work, update = row[:-1], (rank, "U", b)
+        if row in ([*forwards, *order, update] for order in (backwards, backwards[::-1])):
+            continue
+        likely = {
+            "the update of the batch comes last.": update not in row[-1:],
+            "each micro-batch of the batch has a forward and a backward.": (
+                sorted(work) != sorted([*forwards, *backwards])
+            ),
+            "a backward comes before the last forward: that is lecture 1's order.": (
+                {kind for _, kind, _ in work[:m]} != {"F"}
+            ),
+        }
+        why = next((hint for hint, slip in likely.items() if slip), "in order, from the first.")
+        shown = " ".join(f"{s}{kind}{k}" for s, kind, k in row)
+        yield f"rank {rank}, b = {b}, m = {m}: {shown or 'nothing'}: {why}"
+    return ": all forwards, then all backwards."
 
 
 def uneven_gradient(answer: Any) -> Judged:
@@ -189,7 +127,7 @@ def gpipe_seconds(forward: list, backward: list, m: int) -> float:
 
 
 EXERCISES = {
-    "02-1": Exercise(two_ranks, reference=act),
+    "02-1": Exercise(gpipe_row),
     # Ten micro-batches that keep 30 MiB each, 4 of them the input.
     "02-2": predict(
         10 * 4 + 26,

@@ -16,7 +16,6 @@ import pytest
 from tests.conftest import thorough
 
 FOLDER = Path(__file__).parents[2] / "notebooks" / "scripts"
-IN_TURN = Path(__file__).parents[1] / "workers" / "in_turn.py"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 BESIDES = {  # torch and Python
     "with_deepspeed": {"deepspeed", "transformers"},
@@ -45,18 +44,6 @@ def losses_of(said):
 
 def held_out_of(said):
     return [float(loss) for loss in re.findall(r"held out: loss ([\d.]+)", said)]
-
-
-def test_two_orders_by_hand_train_the_same():
-    """In one start of ranks, one after the other."""
-    scripts = [FOLDER / f"{name}.py" for name in ("gpipe", "one_f_one_b")]
-    said = started(*TORCHRUN, IN_TURN, *scripts, "--check")
-    apart = re.findall(r"rank (\d): gradients differ from one device's by (\S+) of", said)
-    assert sorted(rank for rank, _ in apart) == ["0", "0", "1", "1"]
-    assert all(float(share) < 1e-5 for _, share in apart)
-    losses = losses_of(said)
-    assert len(losses) == 40 and losses[19] < 0.8 * losses[0]
-    assert losses[:20] == pytest.approx(losses[20:], abs=2e-3)
 
 
 # A Trainer's checkpoints under torchrun in make test: test_trainer.

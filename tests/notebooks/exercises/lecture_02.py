@@ -21,47 +21,32 @@ OTHER_VECTORS = (
     f"{VECTOR}.requires_grad_()",
 )
 
-ACT = """
-def answer(me, kind, k):
-    if kind == "F":
-        x = me.inputs[k] = me.xs[k] if me.rank == 0 else me.receive().requires_grad_()
-        y = me.outputs[k] = me.stage(x)
-        if me.rank == 1:
-            me.outputs[k] = mse_loss(y, me.ys[k]) / len(me.xs)
-        if me.rank == 0:
-            me.send(y.detach())
-    else:
-        y = me.outputs[k]
-        if me.rank == 0:
-            y.backward(me.receive())
-        else:
-            y.backward()
-            me.send(me.inputs[k].grad)
+ROW = """
+def answer(rank, b, m):
+    batch = range(m * b, m * b + m)
+    return [(rank, "F", k) for k in batch] + [(rank, "B", k) for k in batch] + [(rank, "U", b)]
 """
 
 ANSWERS = {
     "02-1": {
         "right": [
-            ACT,
-            ACT.replace("y.detach()", "y"),
-            ACT.replace("y = me.outputs[k]\n        if", "y = me.outputs.pop(k)\n        if"),
-            ACT.replace("me.receive().requires_grad_()", "me.receive().detach().requires_grad_()"),
+            ROW,
+            ROW.replace("""B", k) for k in batch""", """B", k) for k in batch[::-1]"""),
+            ROW.replace("return [", "return tuple([").replace("b)]", "b)])"),
         ],
         "wrong": {
-            ACT.replace(" / len(me.xs)", ""): "rank 0: 4 times the gradient",
-            ACT.replace("len(me.xs)", "8"): "rank 0: 0.5 times the gradient",
-            ACT.replace("len(me.xs)", "4"): "rank 0: 1.5 times the gradient",
-            ACT.replace(".requires_grad_()", ""): "sends None, which is not a tensor",
-            ACT.replace("me.ys[k]", "me.ys[0]"): "Is k used everywhere",
-            ACT.replace("me.xs[k]", "me.xs[0]"): "rank 0: not the undivided gradient",
-            ACT.replace("me.send(me.inputs[k].grad)", "pass"): "waits for ever",
-            ACT.replace("if me.rank == 0:\n            me.send", "if True:\n            me.send"): (
-                "messages are left"
+            ROW.replace("range(m * b, m * b + m)", "range(m)"): "b = 1, m = 4: 0F0 0F1",
+            ROW.replace("range(m * b, m * b + m)", "range(m * b, m)"): (
+                "each micro-batch of the batch has a forward"
             ),
-            ACT.replace("y.backward(me.receive())", "me.receive()"): "rank 0 has no gradient",
-            ACT.replace(
-                "y.backward(me.receive())", "y.backward()"
-            ): "it raises RuntimeError: grad can",
+            ROW.replace(' + [(rank, "U", b)]', ""): "the update of the batch comes last",
+            ROW.replace('(rank, "U", b)', '(rank, "U", 0)'): "the update of the batch comes last",
+            ROW.replace("[(rank, ", "[(0, "): "rank 1, b = 0, m = 4: 0F0",
+            'answer = lambda rank, b, m: [(rank, x, k) for k in range(m * b, m * b + m) for x in "FB"]'
+            ' + [(rank, "U", b)]': "lecture 1's order",
+            ROW.replace('"F", k) for k in batch', '"F", k) for k in batch[::-1]'): "from the first",
+            "answer = lambda rank, b, m: 'FFBB'": "a list of tuples",
+            "answer = lambda rank, b, m: []": "nothing",
             "answer = 1": "is not a function",
         },
     },

@@ -1,0 +1,106 @@
+"""ZB-H1: the backward in two halves. W, the weights' gradients, waits for a gap.
+
+    torchrun --nproc-per-node 2 12_zb_h1.py
+
+    rank 0   0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3 0U0
+    rank 1   .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3 1U0
+"""
+
+from pydoc_data.topics import topics  # the text behind Python's help()
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+# [1] Who am I? torchrun starts this file once for each rank, and tells each its number.
+dist.init_process_group("gloo")  # sends tensors between processes on CPUs
+rank, ranks = dist.get_rank(), dist.get_world_size()
+
+# [2] The data: 8 characters, and the one that comes next. All ranks draw the same.
+torch.manual_seed(0)
+steps, m, size = 60, 4, 16  # updates, micro-batches in a batch, samples in a micro-batch
+text = torch.tensor(list("\n".join(topics.values()).encode()))
+starts = torch.randint(len(text) - 8, (steps * m, size))
+xs, ys = text[starts[..., None] + torch.arange(8)], text[starts + 8]  # xs[k]: micro-batch k
+
+# [3] The model has eight layers. All ranks make it, and rank s trains stage s.
+model = nn.Sequential(
+    nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(8 * 16, 128)),
+    *(nn.Sequential(nn.ReLU(), nn.Linear(128, 128)) for _ in range(6)),
+    nn.Sequential(nn.ReLU(), nn.Linear(128, 256)),
+)
+last, depth = ranks - 1, len(model) // ranks  # the last stage; layers in a stage
+stages = {s: model[s * depth : (s + 1) * depth] for s in [rank]}
+cross_entropy(model(xs[:m].flatten(0, 1)), ys[:m].flatten()).backward()  # uncut: one device
+truth = {s: [w.grad for w in stages[s].parameters()] for s in stages}
+model.zero_grad()
+kept, losses, sent = {}, [], []
+
+
+# [4] The actions. A receive waits; a send does not, so `update` does.
+def forward(s, k):
+    if s == 0:
+        x = xs[k]
+    else:
+        x = torch.empty(size, 128)
+        dist.recv(x, src=s - 1)
+        x.requires_grad_()  # a leaf: its gradient goes back
+    y = stages[s](x)
+    if s == last:
+        y = cross_entropy(y, ys[k]) / m  # m of them add up to the mean over the batch
+        losses.append(m * y.item())
+    else:
+        sent.append(dist.isend(y.detach(), dst=s + 1))
+    kept[s, k] = x, y  # until the backward
+
+
+def input_gradient(s, k):
+    x, y = kept[s, k]
+    gradient = None  # of the loss, which is a number
+    if s < last:
+        gradient = torch.empty_like(y)
+        dist.recv(gradient, src=s + 1)
+    kept[s, k] = y, gradient  # for W
+    if s > 0:
+        y.backward(gradient, retain_graph=True, inputs=[x])
+        sent.append(dist.isend(x.grad, dst=s - 1))
+
+
+def weight_gradients(s, k):
+    y, gradient = kept.pop((s, k))
+    y.backward(gradient, inputs=[*stages[s].parameters()])  # adds to the weights' .grad
+
+
+@torch.no_grad()
+def update(s, b):
+    if b == 0:
+        pairs = zip(stages[s].parameters(), truth[s])
+        far = max((w.grad - right).norm() / right.norm() for w, right in pairs)
+        print(f"stage {s}: the gradients differ from one device's by {far:.0e}")
+    for w in stages[s].parameters():
+        w -= 0.3 * w.grad  # SGD
+        w.grad = None
+    while sent:
+        sent.pop().wait()
+    if s == last and b % (steps // 6) == 0:
+        print(f"step {b:3}: loss {fmean(losses[-40:]):.2f}")
+
+
+# [5] The order: this rank's row of the table, and the loop that carries it out.
+row, ahead = [], ranks - rank  # forwards before the first backward
+for b in range(steps):
+    batch = range(m * b, m * b + m)
+    row += [(rank, "F", k) for k in batch[:ahead]]
+    for k in batch:
+        row += [(rank, "I", k)]
+        if k - rank in batch:
+            row += [(rank, "W", k - rank)]
+        if k + ahead in batch:
+            row += [(rank, "F", k + ahead)]
+    row += [(rank, "W", k) for k in batch[m - rank :]]
+    row += [(rank, "U", b)]
+for s, kind, k in row:
+    {"F": forward, "I": input_gradient, "W": weight_gradients, "U": update}[kind](s, k)
+dist.destroy_process_group()
