@@ -2,11 +2,15 @@
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+# nbval's checker of notebooks would build a parser of web addresses: 3 s of every start of pytest.
+sys.modules.setdefault("rfc3987_syntax", None)
+pytest_plugins = ["nbval.plugin"]
 # They are started, not imported.
 collect_ignore = ["notebooks/scripts", "pipelab/peers/scripts"]
 collect_ignore_glob = ["notebooks/programs/[0-9]*"]
