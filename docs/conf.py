@@ -8,6 +8,8 @@ Nothing is run, and the pages ask the network for nothing.
 import sys
 from pathlib import Path
 
+# The checker of notebooks that MyST-NB loads would build a parser of web addresses: 3 s.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "notebooks")]
 
 # Such as "https://github.com/OWNER/pipelab": each page then gets a button to edit it, and each

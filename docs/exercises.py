@@ -54,10 +54,10 @@ def statements(code: str) -> Iterator[tuple[set[str], str]]:
             yield {n.id for n in stored if isinstance(n, ast.Name)}, ast.unparse(node)
 
 
-def before(cells: list[str], cell: str) -> str:
-    """The statements of earlier cells that a cell needs, and those that these need."""
+def before(earlier: list[tuple[set[str], str]], cell: str) -> str:
+    """The earlier statements that a cell needs, and those that these need."""
     names, found = needed(cell), []
-    for made, code in reversed([one for earlier in cells for one in statements(earlier)]):
+    for made, code in reversed(earlier):
         if made & names:
             names = (names - made) | needed(code)
             found.append(code)
@@ -72,7 +72,7 @@ def exercises(notebook: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
     sources = [("".join(c["source"]), c) for c in notebook["cells"]]
     text = "\n".join(source for source, c in sources if c["cell_type"] == "markdown")
     solutions = iter(SOLUTION.findall(text))
-    earlier: list[str] = []
+    earlier: list[tuple[set[str], str]] = []
     for source, cell in sources:
         if cell["cell_type"] != "code":
             continue
@@ -89,7 +89,7 @@ def exercises(notebook: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
                 },
             )
         if "answer" not in source and "my_guess" not in source:
-            earlier.append(source)
+            earlier += statements(source)
 
 
 @cache

@@ -84,7 +84,7 @@ def made(kind, scanned):
     """A model, its function (parameters, x), and its parameters."""
     if kind == "linen":
         module = GPT(scanned)
-        variables = module.init(jax.random.key(0), TOKENS)
+        variables = jax.jit(module.init)(jax.random.key(0), TOKENS)
         run = lambda p, x: module.apply({"params": p}, x)  # noqa: E731
         return (module, variables), run, variables["params"]
     model = Stack(nnx.Rngs(0), scanned)
@@ -155,10 +155,15 @@ def test_it_trains_as_a_plain_loop_does(kind, scanned):
     assert found.check.passed, found.check
     state = optimizer.init(parameters)
     losses = []
-    for x, target in batches:
-        value, gradients = jax.value_and_grad(lambda p: loss(run(p, x), target))(parameters)  # noqa: B023
+
+    @jax.jit
+    def step(parameters, state, x, target):
+        value, gradients = jax.value_and_grad(lambda p: loss(run(p, x), target))(parameters)
         change, state = optimizer.update(gradients, state, parameters)
-        parameters = optax.apply_updates(parameters, change)
+        return value, optax.apply_updates(parameters, change), state
+
+    for x, target in batches:
+        value, parameters, state = step(parameters, state, x, target)
         losses.append(float(value))
     np.testing.assert_allclose(found.losses, losses, rtol=1e-12)
     trained = join_weights(found.weights, parameters)
