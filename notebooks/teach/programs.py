@@ -19,15 +19,16 @@ def torchrun(program: str | Path, ranks: int = 2) -> None:
     them fails.
     """
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    here = {"OMP_NUM_THREADS": "1"}  # the ranks share the cores
+    here = {"OMP_NUM_THREADS": "1"} | os.environ  # the ranks share the cores
+    here["PYTHONUNBUFFERED"] = ""  # unbuffered, their lines would mix
     if sys.platform == "linux":
-        here["GLOO_SOCKET_IFNAME"] = "lo"  # they need no network
+        here.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they need no network
     done = subprocess.run(
         [sys.executable, *command, str(program)],
         capture_output=True,
         text=True,
         timeout=240,
-        env=here | os.environ,
+        env=here,
     )
     if done.returncode:
         raise RuntimeError(f"{program} failed:\n{done.stderr[-4000:]}")
