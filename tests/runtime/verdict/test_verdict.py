@@ -298,6 +298,28 @@ def test_layers_in_bfloat16_in_a_float32_model(seed, options):
     assert found.passed, found
 
 
+class Mixing(Island):
+    """It couples samples as well."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y - y.mean(0)
+
+
+@pytest.mark.parametrize(
+    "layer, loss, reason",
+    [
+        (Island, F.mse_loss, ""),
+        (Island, partial(F.mse_loss, reduction="sum"), "The loss is not a mean over the samples."),
+        (Mixing, F.mse_loss, "Stage 1 couples samples."),
+    ],
+)
+def test_what_takes_no_float64_is_asked_in_float32(layer, loss, reason):
+    found = run(GPIPE, [linear(), layer(WIDTH, WIDTH)], data(), loss, SGD).check
+    assert found.passed == (not reason) and reason in str(found)
+    assert "the undivided batch to less than 6% (AssertionError" in found.unjudged[0]
+
+
 class OnlyInWorkers(nn.Module):
     """What the replay cannot compute."""
 
