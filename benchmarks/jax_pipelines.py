@@ -5,6 +5,7 @@ python benchmarks/jax_pipelines.py
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 
 from measure import cores, in_turn, machine, main, page, paragraph, spread, table, timed
-from pipelab import make, run
+from pipelab import Schedule, Trainer, make, run
 from pipelab.pipeshard import Pipeshard, mark_pipeline_boundary, parallelize, value_and_grad
 
 sys.path.append(str(Path(__file__).parents[1] / "notebooks"))
@@ -71,7 +72,8 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
         base = statistics.median(found["worker, gpipe"].seconds)
         for name, one in found.items():
             ratio = f"{statistics.median(one.seconds) / base:.2f}"
-            rows.append((m, name, spread(one.seconds), ratio, f"{one.kept / MIB:.2f}"))
+            kept = "-" if math.isnan(one.kept) else f"{one.kept / MIB:.2f}"
+            rows.append((m, name, spread(one.seconds), ratio, kept))
     shared = f", host devices that share {cores()} cores" if where.platform == "cpu" else ""
     return page(
         "# Pipelines in JAX",
@@ -83,7 +85,8 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
             "the same weights to the same loss. Time per batch: the median (fastest to "
             f"slowest) of {repeats} runs of {sizes.batches} batches, in turn, without the first "
             "batch; compiled before. A worker's batch is followed by the next one without a "
-            "pause; a program's is waited for."
+            "pause; a program's is waited for. A worker in `run` waits for each action, to tell "
+            "its time; in a Trainer it goes up to two actions ahead of its device."
         ),
         paragraph(
             "Kept: on the device that keeps most, for a worker the measured residuals of its "
@@ -196,6 +199,10 @@ def _side_by_side(m: int, repeats: int, sizes: Sizes) -> dict[str, Found]:
         for name in ("gpipe", "pipedream_flush", "interleaved")
     }
     makers |= {
+        f"Trainer, {name}": partial(_in_a_trainer, name, p, m, blocks, batches)
+        for name in ("gpipe", "pipedream_flush")
+    }
+    makers |= {
         "SPMD": _program(p, m, 1, False, blocks, batches),
         "SPMD, recomputing": _program(p, m, 1, True, blocks, batches),
         "SPMD, circular": _program(p, m, 2, False, blocks, batches),
@@ -238,11 +245,27 @@ def _loss(y: Any, target: Any) -> Any:
     return ((y - target) ** 2).mean()
 
 
+def _cut(schedule: Schedule, blocks: list) -> list:
+    each = len(blocks) // schedule.stages
+    return [(_blocks, blocks[s * each : (s + 1) * each]) for s in range(schedule.stages)]
+
+
+def _in_a_trainer(name: str, p: int, m: int, blocks: list, batches: list) -> Found:
+    schedule, seconds, losses = make(name, p, m), [], []
+    given = _cut(schedule, blocks), _loss, OPTIMIZER
+    with Trainer(schedule, *given, backend="jax", check=False) as trainer:
+        began = time.perf_counter()
+        for step in trainer.fit(batches):
+            losses.append(step.loss)
+            seconds.append(time.perf_counter() - began)
+            began += seconds[-1]
+    return Found(seconds[1:], math.nan, losses[-1])
+
+
 def _worker(name: str, p: int, m: int, blocks: list, batches: list) -> Found:
     virtual = 2 if name == "interleaved" else 1
     schedule = make(name, p, m, batches=len(batches), virtual=virtual)
-    each = len(blocks) // schedule.stages
-    stages = [(_blocks, blocks[s * each : (s + 1) * each]) for s in range(schedule.stages)]
+    stages = _cut(schedule, blocks)
     result = run(schedule, stages, batches, _loss, OPTIMIZER, backend="jax", check=False)
     return Found(
         result.timeline.batch_seconds(),

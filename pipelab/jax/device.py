@@ -29,14 +29,19 @@ SETTINGS = (
 
 
 class JaxDevice(Device):
-    """A mesh of JAX devices, often of a single one; stages wait for their results.
+    """A mesh of JAX devices, often of a single one.
 
-    place  the sharding on the mesh of what stages send, or of data
+    place   the sharding on the mesh of what stages send, or of data
+    timed   whether every result is waited for, so that marks are times; else they are results, and
+            the host goes ahead
     """
+
+    timed = True
 
     def __init__(self, mesh: Mesh, place: Callable[[Any], NamedSharding] | None = None) -> None:
         super().__init__(mesh.devices.flat[0], Ledger())
         self.mesh, self.place = mesh, place or partial(by_samples, mesh)
+        self._latest: Any = None  # results, if they are not waited for
         # The caller's, which a thread does not inherit.
         self._settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
 
@@ -67,8 +72,26 @@ class JaxDevice(Device):
         return self.wait(jax.tree.map(move, parcel))
 
     def wait(self, arrays: Any) -> Any:
-        """The arrays, before the next mark of time: here, when they have been computed."""
-        return jax.block_until_ready(arrays)
+        """The arrays, before the next mark: when they have been computed, if it is a time."""
+        if self.timed:
+            return jax.block_until_ready(arrays)
+        self._latest = arrays
+        return arrays
+
+    def now(self) -> Any:
+        return super().now() if self.timed else self._latest
+
+    def reach(self, mark: Any) -> None:
+        if not self.timed:  # what was donated since then has been waited for, or is about to be
+            jax.block_until_ready([x for x in self.arrays(mark) if not x.is_deleted()])
+
+    def finish(self) -> None:
+        self.reach(self._latest)
+
+    def doubt(self, error: BaseException) -> str:
+        if self.timed or not isinstance(error, jax.errors.JaxRuntimeError):
+            return ""
+        return "jax reports errors late, so an earlier action may have failed: pipelab.run names it"
 
     def arrays(self, payload: Any) -> Iterable[jax.Array]:
         return (leaf for leaf in jax.tree.leaves(payload) if isinstance(leaf, jax.Array))

@@ -21,7 +21,7 @@ from pipelab.jax.jaxpr import Arrays, spec_of
 from pipelab.jax.passes import EXACT, Backwards, Compiled, Groups, differentiate, passes
 from pipelab.predict.costs import Recompute
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Bytes, Update
+from pipelab.runtime.orders import Bytes, Order, Update
 from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.stage import CountingStage
 from pipelab.table.action import Kind
@@ -90,6 +90,10 @@ class JaxStage(CountingStage):
 
     # ---- forward and update; the backwards are every stage's
 
+    def begin(self, stage: int, order: Order) -> None:
+        self.device.timed = order.report
+        super().begin(stage, order)
+
     def placed(self, data: Any) -> Any:
         return self.device.placed(data)
 
@@ -122,8 +126,7 @@ class JaxStage(CountingStage):
         self._backwards.sums = None
         latest = self.weights[number]
         self.updates[number] = Update(squares[self.number] / count**2, ())
-        # Waited for: jax returns before it has computed, and the action would seem to take no time.
-        new, self.state = jax.block_until_ready(self._step(latest, self.state, mean))
+        new, self.state = self.device.wait(self._step(latest, self.state, mean))
         if self.keep:
             self.stepped = mean
         self.weights[number + 1] = new
@@ -133,9 +136,10 @@ class JaxStage(CountingStage):
 
     # ---- what is asked of it between actions and afterwards
 
-    def news(self) -> float:
-        """The squared norm of the accumulated gradient."""
-        return float(_square(self._total()))
+    def news(self) -> Any:
+        """The squared norm of the accumulated gradient: a number if somebody waits for it."""
+        square = _square(self._total())
+        return float(square) if self.device.timed or self.options.clip is not None else square
 
     def held(self) -> Bytes:
         def size(tree: Any) -> int:
@@ -172,10 +176,10 @@ class JaxStage(CountingStage):
         groups, backwards = self._groups(microbatch, x, target), keep and self.training
         program = self._function.compiled(groups, backwards)
         if not backwards:
-            floats, (others, count) = jax.block_until_ready(program(*groups))
+            floats, (others, count) = self.device.wait(program(*groups))
             return join_parameters(floats, others), count
         arguments = jax.tree.leaves(groups)
-        made = jax.block_until_ready(program.forward(*arguments))
+        made = self.device.wait(program.forward(*arguments))
         # Weights and targets are there anyway.
         own = jax.tree.leaves((groups.parameters, target))
         self._backwards.keep(microbatch, program, arguments, made, own)

@@ -175,11 +175,13 @@ def test_jax_pipelines_side_by_side():
         if line.startswith("| ")
     ][1:]
     rows = [row for row in rows if row[0] != "---"]
-    kept = {(name, int(m)): float(size) for m, name, _, _, size in rows}
+    kept = {(name, int(m)): float(size.replace("-", "nan")) for m, name, _, _, size in rows}
     names = [
         "worker, gpipe",
         "worker, pipedream_flush",
         "worker, interleaved",
+        "Trainer, gpipe",
+        "Trainer, pipedream_flush",
         "SPMD",
         "SPMD, recomputing",
         "SPMD, circular",

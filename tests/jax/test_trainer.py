@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from pipelab import Trainer, make, run
+from pipelab import RunError, Trainer, make, run
+from pipelab.jax.stage import JaxStage
 from pipelab.models.flax_mlp import mlp
 from tests.conftest import thorough
 from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS, free_port
@@ -81,6 +82,64 @@ def test_a_loader_that_reuses_its_memory():
 
     with Trainer(make("pipedream", 3, 3), *given, **options) as trainer:
         assert [batch.loss for batch in trainer.fit(reusing())] == whole.losses
+
+
+def calling_back(call):
+    """A stage that calls the host while it computes."""
+
+    def stage(p, x):
+        frozen = jax.lax.stop_gradient(x)
+        x = x + 0 * jax.pure_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), frozen)
+        return jax.nn.tanh(x @ p)
+
+    return stage, np.eye(16, dtype=np.float32)
+
+
+def slow(p, x):
+    for _ in range(30):
+        x = jax.nn.tanh(x @ p)
+    return x
+
+
+def test_the_host_is_a_little_ahead_of_its_device_unless_somebody_reads_times(monkeypatch):
+    made, ahead = [], []
+
+    def forward(stage, microbatch, received):
+        y = original(stage, microbatch, received)
+        if stage.first:
+            made.append(y)
+            ahead.append(sum(not each.is_ready() for each in made))
+        return y
+
+    original = JaxStage.forward
+    monkeypatch.setattr(JaxStage, "forward", forward)
+    first = slow, 0.01 * np.ones((600, 600), np.float32)
+    last = (lambda p, x: x * p), np.ones((), np.float32)
+    data = [tuple(np.ones((2, 30, 600), np.float32))] * 3
+    for check, least, most in ((False, 1, 3), (1, 0, 0)):  # a checked batch is reported
+        ahead.clear()
+        with Trainer(
+            make("gpipe", 2, 6), [first, last], mse, optax.sgd(0.1), backend="jax", check=check
+        ) as trainer:
+            assert len(list(trainer.fit(data))) == 3
+        assert least <= max(ahead) <= most, ahead
+
+
+def test_an_error_that_comes_late_says_so():
+    calls = []
+
+    def call(x):
+        calls.append(0)
+        if len(calls) > 8:
+            raise ArithmeticError("of the callback")
+        return np.asarray(x)
+
+    given = [calling_back(call), mlp(2, 16)[1]], mse, optax.sgd(0.1)
+    with (
+        pytest.raises(RunError, match=r"(?s)of the callback.*jax reports errors late"),
+        Trainer(make("gpipe", 2, 4), *given, backend="jax", check=False) as trainer,
+    ):
+        list(trainer.fit(batches(6)))
 
 
 @contextmanager
