@@ -320,6 +320,30 @@ def test_what_takes_no_float64_is_asked_in_float32(layer, loss, reason):
     assert "the undivided batch to less than 6% (AssertionError" in found.unjudged[0]
 
 
+class OtherRounding(torch.optim.SGD):
+    """Its step is rounded otherwise in a worker's thread."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        by = 1 if threading.current_thread() is threading.main_thread() else 3
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= p.grad * (group["lr"] * by) / by
+
+
+def test_a_step_is_compared_by_the_change_of_each_weight():
+    modules = [linear(nn.ReLU()), linear()]
+    given = data()[:1], F.mse_loss, partial(OtherRounding, lr=0.1)
+    failed = run(
+        make("gpipe", 2, 2), modules, *given
+    ).check  # a last bit of a weight is much of its change
+    assert not failed.passed and failed.worst.endswith("after update 0")
+    for parameter in nn.ModuleList(modules).parameters():
+        nn.init.zeros_(parameter)
+    found = run(make("gpipe", 2, 2), modules, *given).check  # from zero, a weight is its change
+    assert found.passed and found.how is How.SUMS and 0 < found.ratio < 3
+
+
 class OnlyInWorkers(nn.Module):
     """What the replay cannot compute."""
 
