@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipelab import Schedule, make, simulate
+from pipelab import make, simulate
 from teach.feedback import (
     NOT_ATTEMPTED,
     Exercise,
     Guess,
     Judged,
-    build,
     called,
     is_close,
     predict,
@@ -20,8 +19,6 @@ from teach.feedback import (
 
 if TYPE_CHECKING:
     import torch
-
-IN_A_V = (0, 1, 1, 0)  # stage -> device
 
 
 class Stage:
@@ -139,11 +136,6 @@ def _played(
     return torch.einsum("mbo,mbi->oi", dy, x)
 
 
-def missing(schedule: Schedule) -> str:
-    home = schedule.placement
-    return "" if home == IN_A_V else f"the stages are on devices {home}, but a V needs {IN_A_V}"
-
-
 EXERCISES = {
     "12-1": Exercise(first_half, reference=input_gradient),
     # In M_B: what the last of eight devices holds under H1.
@@ -184,8 +176,6 @@ EXERCISES = {
         },
     ),
     "12-4": Exercise(late_weight_gradient),
-    # Two micro-batches through four chunks in a V.
-    "12-5": build(devices=2, stages=4, microbatches=2, makespan=13, missing=missing, by_hand=True),
 }
 GUESSES = {
     "12-a": Guess(

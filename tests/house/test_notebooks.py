@@ -49,6 +49,7 @@ def test_there_are_lectures():
         "14_in_practice",
         "15_a_real_script",
         "16_after_zero_bubbles",
+        "17_memory_in_a_v",
         "90_design_your_own",
     ]
 

@@ -9,19 +9,6 @@ def answer(self, k, dy):
         dy = dy @ w
     return dy
 """
-V_SLOWLY = """
-0F0 0F1 3F0 3I0 0I0 0W0 3F1 3I1 3W0 3W1 0I1 0W1
-1F0 2F0 1F1 2I0 1I0 1W0 2F1 2W0 2I1 1I1 1W1 2W1
-"""
-AT_ONCE = """
-0F0 0F1 0I0 0W0 0I1 0W1
-1F0 1I0 1F1 1I1 1W0 1W1
-"""
-LOOP = """
-0F0 0F1 2F0 2F1 2I0 2I1 2W0 0I0 2W1 0I1 0W0 0W1
-1F0 1F1 3F0 3I0 3F1 3I1 1I0 1I1 1W0 1W1 3W0 3W1
-"""
-
 ANSWERS = {
     "12-1": {
         "right": [
@@ -94,20 +81,6 @@ def answer(self, k, dy):
             "    layer.grad += layer.output_grads[0].T @ layer.inputs[0]": "the gradient is wrong",
             "answer = lambda layer: layer.output_grads.pop(0).T @ layer.inputs.pop(0)": "add to it",
             "answer = 0": "is not a function",
-        },
-    },
-    "12-5": {
-        "right": [
-            'answer = Schedule.from_grid("""\n'
-            "0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0W0 0I1 3W1 0W1\n"
-            '1F0 2F0 1F1 2F1 2I0 1I0 2W0 2I1 1I1 1W0 1W1 2W1\n""")',
-        ],
-        "wrong": {
-            f"answer = '''{V_SLOWLY}'''": "must be at most 13",
-            f"answer = '''{LOOP}'''": "Not yet",
-            'answer = pl.make("zb_v", 2, 2)': "that is the library's zb_v",
-            f"answer = Schedule.from_grid('''{AT_ONCE}''')": "asks for 2 devices, 4 stages",
-            "answer = None or 13": "is not a table",
         },
     },
 }

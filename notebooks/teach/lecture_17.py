@@ -1,0 +1,79 @@
+"""Lecture 17: a V, and a memory limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipelab import Costs, Schedule, make, memory_used, simulate
+from pipelab.schedules import make_for
+from teach.feedback import NOT_ATTEMPTED, Exercise, Guess, Judged, build, called, predict
+
+IN_A_V = (0, 1, 1, 0)  # stage -> device
+
+
+def missing(schedule: Schedule) -> str:
+    home = schedule.placement
+    return "" if home == IN_A_V else f"the stages are on devices {home}, but a V needs {IN_A_V}"
+
+
+def four_chunks(answer: Any) -> Judged:
+    """answer(p): the device of each of 4 p chunks, so that all hold the same."""
+    for p in (2, 3, 5):
+        if (home := called(answer, p)) is None:
+            yield NOT_ATTEMPTED
+        try:
+            home = [int(device) for device in home]
+        except TypeError:
+            yield f"{home!r} is not a list of devices."
+        if len(home) != 4 * p:
+            yield f"for p = {p} there are {4 * p} chunks, but your list has {len(home)}."
+        counts = [home.count(device) for device in range(p)]
+        if counts != [4] * p:
+            yield f"for p = {p} the devices have {counts} chunks, not four each."
+        held = [sum(2 * (4 * p - s) for s in range(4 * p) if home[s] == d) for d in range(p)]
+        if len({*held}) > 1:
+            yield f"for p = {p} the devices hold {held} units, so not all the same."
+    return ": all devices hold the same."
+
+
+def shorter(answer: Any) -> Judged:
+    """answer(costs, room): the shorter table of zb's and zb_v's for eight devices."""
+    for costs, room in ((Costs(), 6), (Costs(transfer=0.5), 6), (Costs(), 15)):
+        where = f"with transfers of {costs.transfer:g} and room for {room}"
+        if (table := called(answer, costs, room)) is None:
+            yield NOT_ATTEMPTED
+        if not isinstance(table, Schedule):
+            yield f"{where} your function returns {type(table).__name__}, not a table."
+        if (table.devices, table.microbatches) != (8, 24):
+            yield f"{where} your table is for {table.devices} devices and m = {table.microbatches}."
+        time = simulate(table, costs.over(table.placement)).makespan
+        both = [simulate(*make_for(n, 8, 24, costs, memory=room)) for n in ("zb", "zb_v")]
+        held, least = (
+            max(memory_used(table, costs.over(table.placement))),
+            min(t.makespan for t in both),
+        )
+        if held > room:
+            yield f"{where} your table holds {held:g}."
+        if time > least + 1e-9:
+            yield f"{where} your table takes {time:g}, and the other one {least:g}."
+    return ": which is shorter depends on the transfers."
+
+
+EXERCISES = {
+    # Two micro-batches through four chunks in a V.
+    "17-1": build(devices=2, stages=4, microbatches=2, makespan=13, missing=missing, by_hand=True),
+    "17-2": Exercise(four_chunks),
+    "17-3": predict(
+        6,
+        "V-Min holds (p + 4) / 3 micro-batches, rounded down.",
+        {9: "That is V-Half, p / 2 + 1.", 20 / 3: "Rounded down: half a micro-batch is none."},
+    ),
+    "17-4": Exercise(shorter),
+}
+GUESSES = {
+    "17-a": Guess(
+        lambda: max(simulate(make("v_half", 16, 32)).peak_in_flight) / 2,
+        "Half of p, and one more.",
+        slips={18: "Those are chunks: two of them are one micro-batch."},
+    )
+}
