@@ -16,7 +16,7 @@ LOOP = """
 ANSWERS = {
     "17-1": {
         "right": [
-            'answer = Schedule.from_grid("""\n'
+            'answer = pl.Schedule.from_grid("""\n'
             "0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0W0 0I1 3W1 0W1\n"
             '1F0 2F0 1F1 2F1 2I0 1I0 2W0 2I1 1I1 1W0 1W1 2W1\n""")',
         ],
@@ -24,7 +24,7 @@ ANSWERS = {
             f"answer = '''{V_SLOWLY}'''": "must be at most 13",
             f"answer = '''{LOOP}'''": "Not yet",
             'answer = pl.make("zb_v", 2, 2)': "that is the library's zb_v",
-            f"answer = Schedule.from_grid('''{AT_ONCE}''')": "asks for 2 devices, 4 stages",
+            f"answer = pl.Schedule.from_grid('''{AT_ONCE}''')": "asks for 2 devices, 4 stages",
             "answer = None or 13": "is not a table",
         },
     },

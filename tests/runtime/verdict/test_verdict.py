@@ -307,7 +307,7 @@ class Mixing(Island):
 
 
 @pytest.mark.parametrize(
-    "layer, loss, reason",
+    ("layer", "loss", "reason"),
     [
         (Island, F.mse_loss, ""),
         (Island, partial(F.mse_loss, reduction="sum"), "The loss is not a mean over the samples."),
