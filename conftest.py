@@ -2,15 +2,23 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from ipykernel import kernelspec
+
+from tests import warm
 
 # nbval's checker of notebooks would build a parser of web addresses: 3 s of every start of pytest.
 sys.modules.setdefault("rfc3987_syntax", None)
 pytest_plugins = ["nbval.plugin"]
+COMMAND = kernelspec.make_ipkernel_cmd  # that starts a lecture's kernel
+WARM, SERVER = pytest.StashKey[TemporaryDirectory](), pytest.StashKey[subprocess.Popen]()
 # They are started, not imported.
 collect_ignore = ["notebooks/scripts", "pipelab/peers/scripts"]
 collect_ignore_glob = ["notebooks/programs/[0-9]*"]
@@ -24,11 +32,24 @@ if threading.current_thread() is threading.main_thread():
 
 def pytest_configure(config):
     if getattr(config.option, "nbval", False):
+        if getattr(config.option, "numprocesses", None):
+            folder = config.stash[WARM] = TemporaryDirectory(prefix="pipelab-", dir="/tmp")
+            os.environ["PIPELAB_PYTHON"] = warm.python(folder.name)
+            config.stash[SERVER] = subprocess.Popen([sys.executable, warm.__file__, folder.name])
+        python = os.environ.get("PIPELAB_PYTHON")
+        kernelspec.make_ipkernel_cmd = partial(COMMAND, executable=python)
         config.option.nbval_current_env = True
         config.option.nbval_cell_timeout = 300
         config.option.nbval_sanitize_with = str(
             Path(__file__).parent / "tests" / "nbval_sanitize.cfg"
         )
+
+
+def pytest_unconfigure(config):
+    if started := config.stash.get(SERVER, None):
+        started.kill()
+        started.wait()
+        config.stash[WARM].cleanup()
 
 
 def pytest_collection_finish(session):

@@ -1,6 +1,7 @@
 """What several tests run: small stages, their data, an optimizer, and what goes wrong."""
 
 import os
+import sys
 from functools import partial
 
 import torch
@@ -18,6 +19,8 @@ RULES = [  # schedules, and what their forwards read
     ("pipedream", Reads.FIRST),
     ("pipedream_2bw", None),
 ]
+# A Python, soon up: for a test of what a process does, not of how it starts or is killed.
+PYTHON = os.environ.get("PIPELAB_PYTHON", sys.executable)
 FUZZ = int(os.environ.get("PIPELAB_FUZZ", "0"))  # so many random tables
 
 

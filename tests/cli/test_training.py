@@ -23,6 +23,7 @@ from pipelab.models import data, split
 from pipelab.models.gpt2 import PADDING, gpt2, masked_loss, next_token_loss
 from pipelab.runtime.torch.checkpoint import Index, load_stage
 from tests.conftest import thorough
+from tests.support import PYTHON
 
 ROOT = Path(pipelab.__file__).parent.parent
 
@@ -466,7 +467,7 @@ assert [main(line.split()) for line in sys.argv[1:]] == [0, 0, 2, 0]
 
 def test_train_under_torchrun(tmp_path, capsys):
     """Two ranks train two steps, then four: as threads that do it in one go."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script, threads, ranks = (tmp_path / name for name in ("calls.py", "threads", "ranks"))
     script.write_text(CALLS)
     command = " ".join(COMMAND).replace(

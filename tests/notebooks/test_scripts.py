@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import thorough
+from tests.support import PYTHON
 
 FOLDER = Path(__file__).parents[2] / "notebooks" / "scripts"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -28,7 +29,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 def started(*command, **environment):
     """What the ranks print."""
     done = subprocess.run(
-        [sys.executable, *map(str, command)],
+        [PYTHON, *map(str, command)],
         capture_output=True,
         text=True,
         timeout=240,

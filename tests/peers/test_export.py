@@ -15,6 +15,7 @@ from pipelab import Costs, Schedule, make, simulate, validate
 from pipelab.optimize.order import search
 from pipelab.peers.export import export
 from tests.conftest import thorough
+from tests.support import PYTHON
 
 
 def searched(placement, uneven=True):
@@ -46,7 +47,7 @@ EQUAL = "largest difference of a gradient from one device's: 0.0"
 
 
 def torchrun(ranks, *script):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", ranks, *script]
     here = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(

@@ -38,7 +38,7 @@ from pipelab.peers.record import PeerRecord, gather
 from pipelab.peers.torchgpipe import run_torchgpipe
 from pipelab.table.transform import repeat
 from tests.conftest import thorough
-from tests.support import SGD, batches, stages
+from tests.support import PYTHON, SGD, batches, stages
 
 RATE = SGD.keywords["lr"]
 Adam = partial(torch.optim.Adam, lr=0.01)
@@ -493,7 +493,7 @@ def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
         found.bind(("", 0))
         port = found.getsockname()[1]
     command = [
-        sys.executable,
+        PYTHON,
         "-c",
         "from deepspeed.launcher.runner import main; main()",
         "--num_gpus=2",

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from pipelab import make
-from tests.support import batches, stages
+from tests.support import PYTHON, batches, stages
 
 TABLES = {
     name: make(name, 2, m, virtual=2 if name == "interleaved" else 1)
@@ -44,7 +43,7 @@ def carried_out(tmp_path_factory):
         (folder / name / "table.csv").write_text(schedule.to_torch_csv())
         torch.save(job, folder / name / "job.pt")
     worker = Path(__file__).parents[1] / "workers/torch_runtime.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += map(str, [worker, *(folder / name for name in TABLES)])
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)

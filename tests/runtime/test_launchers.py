@@ -19,6 +19,7 @@ import pipelab
 from pipelab.runtime import clock
 from pipelab.runtime.torch.ranks import Ranks
 from tests.conftest import thorough
+from tests.support import PYTHON
 from tests.workers.launched import shown, uneven
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ def torchrun(ranks, *command, nodes=1, hosts=None):
             subprocess.Popen(
                 [
                     *started,
-                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *(PYTHON, "-m", "torch.distributed.run"),
                     *("--nproc-per-node", str(ranks), "--nnodes", str(len(hosts or nodes * [0]))),
                     *("--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", "test"),
                     *(at if address else ()),

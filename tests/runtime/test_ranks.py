@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from pipelab import RunError, make, run
 from pipelab.runtime.torch.ranks import MOST, Ranks
-from tests.support import SGD, batches, stages
+from tests.support import PYTHON, SGD, batches, stages
 from tests.workers import defects as defects_worker
 
 WORKERS = Path(__file__).parents[1] / "workers"
@@ -35,7 +35,7 @@ def on_two_ranks(folder, *names):
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKERS / "defects.py"), str(folder), str(rank), *names],
+            [PYTHON, str(WORKERS / "defects.py"), str(folder), str(rank), *names],
             env=ENVIRONMENT | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -102,7 +102,7 @@ def test_a_notebooks_types_cross_processes():
     # Was: "PicklingError: Can't pickle <class '__main__.Pair'>", since only the job went by
     # cloudpickle; and that a dataclass was no pytree, as which the notebook had registered it.
     done = subprocess.run(
-        [sys.executable, str(WORKERS / "notebook.py")],
+        [PYTHON, str(WORKERS / "notebook.py")],
         capture_output=True,
         text=True,
         env=ENVIRONMENT,

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pipelab import Reads, RunError, Trainer, make, run
 from tests.conftest import thorough
 from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS
-from tests.support import SGD, batches, stages
+from tests.support import PYTHON, SGD, batches, stages
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 BACKENDS = ["threads", "processes"]
@@ -696,7 +696,7 @@ def torchrun(script, *arguments, ranks):
     """What ranks say that torchrun has started, which end well."""
     launch = f"-m torch.distributed.run --standalone --nproc-per-node={ranks}".split()
     done = subprocess.run(
-        [sys.executable, *launch, *map(str, (WORKERS / script, *arguments))],
+        [PYTHON, *launch, *map(str, (WORKERS / script, *arguments))],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,

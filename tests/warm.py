@@ -1,0 +1,150 @@
+"""A process that has imported torch, and whose forks do what a new Python would: a second later.
+
+Most processes that tests and lectures start spend their time on imports. `make test` starts this
+file once. Where a test is about what a process does, not about how it starts or is killed, it
+starts tests.support.PYTHON: that sends its arguments, environment and standard files here, waits
+for the fork, and ends as it ends. Without this process it is Python itself.
+"""
+
+import atexit
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from io import TextIOWrapper
+from pathlib import Path
+from types import ModuleType
+
+IMPORTED = (
+    *("torch._dynamo", "torch.distributed.run", "transformers.models.gpt2.modeling_gpt2"),
+    *("matplotlib.pyplot", "pandas", "ipykernel.ipkernel", "multiprocessing.spawn"),
+)
+CLIENT = """#!{python} -IS
+import os, signal, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    try:
+        server.connect({address!r})
+    except OSError:
+        os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+    told = repr((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
+    socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(told)
+    fork = int.from_bytes(server.recv(8), "big")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os.kill(fork, number))
+    code = int.from_bytes(server.recv(8), "big", signed=True)
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+def python(folder):
+    """What asks for a fork, in the folder with which this file is started."""
+    path, address = Path(folder) / "python", f"{folder}/address"
+    path.write_text(CLIENT.format(python=sys.executable, address=address))
+    path.chmod(0o755)
+    return str(path)
+
+
+def serve(address):
+    """Fork for whoever asks, until the parent ends; returns in a fork, with its arguments."""
+    parent, forks = os.getppid(), {}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    wakes, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(woken)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(100)
+        while os.getppid() == parent:
+            ready = select.select([listener, wakes, *forks.values()], [], [], 1.0)[0]
+            if wakes in ready:
+                os.read(wakes, 1000)
+            for pid, asked in list(forks.items()):
+                if asked in ready:  # whoever asked was killed
+                    os.kill(pid, signal.SIGKILL)
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    code = os.waitstatus_to_exitcode(status)
+                    with forks.pop(pid) as told, suppress(BrokenPipeError):
+                        told.send(code.to_bytes(8, "big", signed=True))
+            if listener in ready:
+                asked, _ = listener.accept()
+                size, files, _, _ = socket.recv_fds(asked, 8, 3)
+                with asked.makefile("rb") as told:
+                    wanted = told.read(int.from_bytes(size, "big"))
+                if pid := os.fork():
+                    forks[pid] = asked
+                    asked.send(pid.to_bytes(8, "big"))
+                    list(map(os.close, files))
+                    continue
+                for one in (asked, *forks.values()):
+                    one.close()
+                signal.set_wakeup_fd(-1)
+                list(map(os.close, (wakes, woken)))
+                return eval(wanted), files
+    for pid in forks:
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def become(arguments, environment, folder, files, paths):
+    """Run what `python *arguments` runs, with that environment and those standard files."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if "JPY_PARENT_PID" in environment:  # a kernel ends with its parent
+        environment["JPY_PARENT_PID"] = str(os.getppid())
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.executable = environment.get("PIPELAB_PYTHON", sys.executable)
+    plain = "PYTHONUNBUFFERED" in environment
+    while arguments[0] == "-u":
+        plain, arguments = True, arguments[1:]
+    sys.stdin = os.fdopen(0, closefd=False)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        binary = os.fdopen(number, "wb", 0 if plain else -1, closefd=False)
+        more = {"line_buffering": number == 2, "write_through": plain}
+        setattr(sys, name, TextIOWrapper(binary, "utf-8", "backslashreplace", **more))
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    first, *rest = arguments
+    given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [folder if first in ("-m", "-c") else str(Path(first).resolve().parent)]
+    sys.path += [*given, *paths]
+    if first == "-m":
+        sys.argv[:] = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv[:] = ["-c", *rest[1:]]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(rest[0], vars(main))
+    else:
+        sys.argv[:] = arguments
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    own = {*os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    others = [path for path in sys.path[1:] if path not in own]
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    (asked, files) = serve(f"{sys.argv[1]}/address")
+    become(*asked, files, others)
+    threading._shutdown()  # as a Python that ends well, but for a second of taking all apart
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
