@@ -38,7 +38,7 @@ with socket.socket(socket.AF_UNIX) as server:
     fork = int.from_bytes(server.recv(8), "big")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: os.kill(fork, number))
-    code = int.from_bytes(server.recv(8), "big", signed=True)
+    code = int.from_bytes(server.recv(8) or b"\1", "big", signed=True)
 if code < 0:
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
