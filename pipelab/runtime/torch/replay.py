@@ -1,7 +1,7 @@
 """Torch's arithmetic for the replay: a micro-batch through a stage, its pull, and a step."""
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,29 +51,27 @@ class _Ran(NamedTuple):
 class TorchLibrary(Library):
     """See `replay.Library`.
 
-    modules   [lane][stage], without weights of their own
+    modules   [lane][stage], of its own, and without weights of their own
     wide      the type to compute in, if not the run's
     """
 
     trees = TREES
 
     def __init__(
-        self, model: "TorchModel", modules: Sequence[nn.Module], wide: str, lanes: int = 1
+        self, model: "TorchModel", modules: Sequence[Iterable[nn.Module]], wide: str
     ) -> None:
         self.model, self.options, self.device = model, model.options, model.device
         self.wide: Any = getattr(torch, wide) if wide else None
         # As in the run, a stage's first forward shows whether it draws, where that is not known.
         self._draws = dict[tuple[int, int], bool]()
-        self.lanes, self.stages = lanes, len(modules)
-        copies = (copies_of(modules, empty=True) for _ in range(lanes))
-        made: Any = nn.ModuleList(copies).to(self.device)
+        made: Any = nn.ModuleList(map(nn.ModuleList, modules)).to(self.device)
+        self.lanes, self.stages = len(made), len(made[0])
         self.modules = made if self.options.training else made.eval()
         self.named = [[dict(s.named_parameters()) for s in of_lane] for of_lane in self.modules]
         for tensor in (*self.modules.parameters(), *self.modules.buffers()):
             tensor.data = self._widened(tensor.data)  # in place, so that tied ones stay tied
         for p in self.modules.parameters():
             p.grad_dtype = sum_type(p.dtype)
-        self._begun = self._remembered()
 
     # ---- a micro-batch through a stage
 
@@ -268,7 +266,8 @@ class TorchLibrary(Library):
             for stage, state in zip(lane, start, strict=False):
                 load_into_modules(stage, state.attributes, self.data)
                 load_buffers(stage, self.data(state.buffers), self.device)
-        self._begun = self._remembered()
+        # Only a replay in the run's own types is asked for traces, and modules may keep a lot.
+        self._begun = self._remembered() if self.wide is None else None
 
 
 class _Narrowing(TorchDispatchMode):
@@ -342,7 +341,8 @@ class TorchModel:
         return [{self.first: dict(stage.named_parameters())} for stage in self.modules]
 
     def library(self, wide: str = "") -> TorchLibrary:
-        library = TorchLibrary(self, self.modules, wide, self.lanes)
+        lanes = [copies_of(self.modules, empty=True) for _ in range(self.lanes)]
+        library = TorchLibrary(self, lanes, wide)
         library.load(self.start)
         return library
 
@@ -350,7 +350,7 @@ class TorchModel:
         return self.library("float64")
 
     def whole(self, wide: str) -> TorchLibrary:
-        return TorchLibrary(self, [_Whole(*self.library().modules[0])], wide)
+        return TorchLibrary(self, [[_Whole(*self.library(wide).modules[0])]], wide)
 
     def optimizer(self) -> "TorchSteps":
         return TorchSteps(self.modules, self.options.optimizer, self.device, self.start)

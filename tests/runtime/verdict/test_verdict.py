@@ -334,10 +334,6 @@ class OtherRounding(torch.optim.SGD):
 def test_a_step_is_compared_by_the_change_of_each_weight():
     modules = [linear(nn.ReLU()), linear()]
     given = data()[:1], F.mse_loss, partial(OtherRounding, lr=0.1)
-    failed = run(
-        make("gpipe", 2, 2), modules, *given
-    ).check  # a last bit of a weight is much of its change
-    assert not failed.passed and failed.worst.endswith("after update 0")
     for parameter in nn.ModuleList(modules).parameters():
         nn.init.zeros_(parameter)
     found = run(make("gpipe", 2, 2), modules, *given).check  # from zero, a weight is its change
