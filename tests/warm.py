@@ -25,7 +25,9 @@ IMPORTED = (
     *("torch._dynamo", "torch.distributed.run", "transformers.models.gpt2.modeling_gpt2"),
     *("matplotlib.pyplot", "pandas", "ipykernel.ipkernel", "multiprocessing.spawn"),
 )
-CLIENT = """#!{python} -IS
+CLIENT = """#!/bin/sh
+'''exec' '{python}' -IS "$0" "$@"
+' '''
 import os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     try:
