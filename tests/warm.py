@@ -31,8 +31,9 @@ CLIENT = """#!/bin/sh
 import os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     try:
+        assert os.environ.get("OMP_NUM_THREADS") == {threads!r}  # which torch read there
         server.connect({address!r})
-    except OSError:
+    except (AssertionError, OSError):
         os.execv({python!r}, [{python!r}, *sys.argv[1:]])
     told = repr((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
     socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
@@ -52,7 +53,8 @@ os._exit(code)
 def python(folder):
     """What asks for a fork, in the folder with which this file is started."""
     path, address = Path(folder) / "python", f"{folder}/address"
-    path.write_text(CLIENT.format(python=sys.executable, address=address))
+    threads = os.environ.get("OMP_NUM_THREADS")
+    path.write_text(CLIENT.format(python=sys.executable, address=address, threads=threads))
     path.chmod(0o755)
     return str(path)
 
