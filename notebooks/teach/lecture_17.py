@@ -38,7 +38,7 @@ def four_chunks(answer: Any) -> Judged:
 
 def shorter(answer: Any) -> Judged:
     """answer(costs, room): the shorter table of zb's and zb_v's for eight devices."""
-    for costs, room in ((Costs(), 6), (Costs(transfer=0.5), 6), (Costs(), 15)):
+    for costs, room in ((Costs(), 6), (Costs(transfer=0.1), 6), (Costs(transfer=0.5), 6)):
         where = f"with transfers of {costs.transfer:g} and room for {room}"
         if (table := called(answer, costs, room)) is None:
             yield NOT_ATTEMPTED
@@ -63,10 +63,16 @@ EXERCISES = {
     # Two micro-batches through four chunks in a V.
     "17-1": build(devices=2, stages=4, microbatches=2, makespan=13, missing=missing, by_hand=True),
     "17-2": Exercise(four_chunks),
+    # Of eight devices: what device 0 of a loop holds, over what one of a V does.
     "17-3": predict(
-        6,
-        "V-Min holds (p + 4) / 3 micro-batches, rounded down.",
-        {9: "That is V-Half, p / 2 + 1.", 20 / 3: "Rounded down: half a micro-batch is none."},
+        48 / 34,
+        "Chunk s of 16 holds a micro-batch for 2 (16 - s) units. Which two chunks has device 0?",
+        {
+            24 / 18: "That is for four devices.",
+            34 / 48: "That is the V over the loop.",
+            32 / 34: "Device 0 has two chunks of a loop as well.",
+            48 / 20: "That is the last device of a loop. What has a device of a V?",
+        },
     ),
     "17-4": Exercise(shorter),
 }

@@ -56,12 +56,18 @@ ANSWERS = {
             "answer = lambda costs, room: make_for('zb_v', 8, 24, costs, memory=room)[0]": "115",
             "answer = lambda costs, room: make_for('zb', 8, 24, costs, memory=room)[0]": "takes 89",
             "answer = lambda costs, room: pl.make('zb_v', 8, 24)": "holds 8",
+            "answer = lambda costs, room: make_for('zb' if costs.transfer else 'zb_v', 8, 24, costs, memory=room)[0]": "transfers of 0.1",
             "answer = lambda costs, room: make_for('zb', 8, 24, costs, memory=room)": "not a table",
             "answer = lambda costs, room: pl.make('v_min', 4, 24)": "4 devices",
         },
     },
     "17-3": {
-        "right": ["answer = 6", "answer = (16 + 4) // 3"],
-        "wrong": {"answer = 9": "That is V-Half", "answer = (16 + 4) / 3": "Rounded down"},
+        "right": ["answer = 48 / 34", "answer = 1.41"],
+        "wrong": {
+            "answer = 24 / 18": "for four devices",
+            "answer = 34 / 48": "the V over the loop",
+            "answer = 32 / 34": "two chunks of a loop",
+            "answer = 2": "Which two chunks",
+        },
     },
 }
