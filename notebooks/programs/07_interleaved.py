@@ -45,14 +45,14 @@ def forward(s, k):
         x = xs[k]
     else:
         x = torch.empty(size, 128)
-        dist.recv(x, src=(s - 1) % ranks, tag=s - 1)
+        dist.recv(x, src=(s - 1) % ranks)
         x.requires_grad_()  # a leaf: its gradient goes back
     y = stages[s](x)
     if s == last:
         y = cross_entropy(y, ys[k]) / m  # m of them add up to the mean over the batch
         losses.append(m * y.item())
     else:
-        sent.append(dist.isend(y.detach(), dst=(s + 1) % ranks, tag=s))
+        sent.append(dist.isend(y.detach(), dst=(s + 1) % ranks))
     kept[s, k] = x, y  # until the backward
 
 
@@ -61,10 +61,10 @@ def backward(s, k):
     gradient = None  # of the loss, which is a number
     if s < last:
         gradient = torch.empty_like(y)
-        dist.recv(gradient, src=(s + 1) % ranks, tag=s)
+        dist.recv(gradient, src=(s + 1) % ranks)
     y.backward(gradient)  # adds to the weights' .grad
     if s > 0:
-        sent.append(dist.isend(x.grad, dst=(s - 1) % ranks, tag=s - 1))
+        sent.append(dist.isend(x.grad, dst=(s - 1) % ranks))
 
 
 @torch.no_grad()
