@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 COLOURS = {"-": "rgba(220, 80, 60, 0.22)", "+": "rgba(60, 160, 80, 0.25)"}  # on light and dark
@@ -20,19 +21,21 @@ def torchrun(program: str | Path, ranks: int = 2) -> None:
     """
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     here = {"OMP_NUM_THREADS": "1"} | os.environ  # the ranks share the cores
-    here["PYTHONUNBUFFERED"] = ""  # unbuffered, their lines would mix
     if sys.platform == "linux":
         here.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they need no network
-    done = subprocess.run(
-        [sys.executable, *command, str(program)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=here,
-    )
+    with TemporaryDirectory() as folder:
+        command += ["--redirects=1", f"--log-dir={folder}"]  # in one stream their lines would mix
+        done = subprocess.run(
+            [sys.executable, *command, str(program)],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=here,
+        )
+        told = [file.read_text() for file in Path(folder).rglob("stdout.log")]
     if done.returncode:
         raise RuntimeError(f"{program} failed:\n{done.stderr[-4000:]}")
-    print(*sorted(done.stdout.splitlines()), sep="\n")
+    print(*sorted("".join(told).splitlines()), sep="\n")
 
 
 @dataclass(frozen=True)
