@@ -37,17 +37,17 @@ def four_chunks(answer: Any) -> Judged:
 
 
 def shorter(answer: Any) -> Judged:
-    """answer(costs, room): the shorter table of zb's and zb_v's for eight devices."""
-    for costs, room in ((Costs(), 6), (Costs(transfer=0.1), 6), (Costs(transfer=0.5), 6)):
+    """answer(costs, room): the shorter table of zb's and zb_v's for four devices."""
+    for costs, room in ((Costs(), 3), (Costs(transfer=0.1), 3), (Costs(transfer=1), 3)):
         where = f"with transfers of {costs.transfer:g} and room for {room}"
         if (table := called(answer, costs, room)) is None:
             yield NOT_ATTEMPTED
         if not isinstance(table, Schedule):
             yield f"{where} your function returns {type(table).__name__}, not a table."
-        if (table.devices, table.microbatches) != (8, 24):
+        if (table.devices, table.microbatches) != (4, 8):
             yield f"{where} your table is for {table.devices} devices and m = {table.microbatches}."
         time = simulate(table, costs.over(table.placement)).makespan
-        both = [simulate(*make_for(n, 8, 24, costs, memory=room)) for n in ("zb", "zb_v")]
+        both = [simulate(*make_for(n, 4, 8, costs, memory=room)) for n in ("zb", "zb_v")]
         held, least = (
             max(memory_used(table, costs.over(table.placement))),
             min(t.makespan for t in both),

@@ -23,7 +23,7 @@ from pipelab import make
 from tests.conftest import thorough
 
 FOLDER = Path(__file__).parents[2] / "notebooks" / "programs"
-RUN = Path(__file__).parents[1] / "workers" / "programs.py"
+RUN = Path(__file__).parents[1] / "workers" / "lecture_programs.py"
 EARLIER = {  # the step that each one changes
     "01_inter_layer": None,
     "02_gpipe": "01_inter_layer",

@@ -47,18 +47,18 @@ ANSWERS = {
             "def answer(costs, room):\n"
             "    best = None\n"
             "    for name in ('zb_v', 'zb'):\n"
-            "        table, own = make_for(name, 8, 24, costs, memory=room)\n"
+            "        table, own = make_for(name, 4, 8, costs, memory=room)\n"
             "        time = pl.simulate(table, own).makespan\n"
             "        best = min(best or (time, name), (time, name))\n"
-            "    return make_for(best[1], 8, 24, costs, memory=room)[0]",
+            "    return make_for(best[1], 4, 8, costs, memory=room)[0]",
         ],
         "wrong": {
-            "answer = lambda costs, room: make_for('zb_v', 8, 24, costs, memory=room)[0]": "115",
-            "answer = lambda costs, room: make_for('zb', 8, 24, costs, memory=room)[0]": "takes 89",
-            "answer = lambda costs, room: pl.make('zb_v', 8, 24)": "holds 8",
-            "answer = lambda costs, room: make_for('zb' if costs.transfer else 'zb_v', 8, 24, costs, memory=room)[0]": "transfers of 0.1",
-            "answer = lambda costs, room: make_for('zb', 8, 24, costs, memory=room)": "not a table",
-            "answer = lambda costs, room: pl.make('v_min', 4, 24)": "4 devices",
+            "answer = lambda costs, room: make_for('zb_v', 4, 8, costs, memory=room)[0]": "49",
+            "answer = lambda costs, room: make_for('zb', 4, 8, costs, memory=room)[0]": "takes 32",
+            "answer = lambda costs, room: pl.make('zb_v', 4, 8)": "holds 4",
+            "answer = lambda costs, room: make_for('zb' if costs.transfer else 'zb_v', 4, 8, costs, memory=room)[0]": "transfers of 0.1",
+            "answer = lambda costs, room: make_for('zb', 4, 8, costs, memory=room)": "not a table",
+            "answer = lambda costs, room: pl.make('v_min', 2, 8)": "2 devices",
         },
     },
     "17-3": {

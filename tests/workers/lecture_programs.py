@@ -3,7 +3,7 @@
 torch's ranks meet once, so that the programs share a process group. They compute in float64: what
 they differ by from one device is no training's growth of a rounding.
 
-    torchrun ... programs.py FOLDER PROGRAM ...     writes FOLDER/PROGRAM's name.RANK
+    torchrun ... lecture_programs.py FOLDER PROGRAM ...     writes FOLDER/PROGRAM's name.RANK
 """
 
 import io
