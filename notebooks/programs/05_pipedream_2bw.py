@@ -41,7 +41,7 @@ kept, losses, sent = {}, [], []
 versions = {0: stages[rank]}  # the stage after b updates
 
 
-# [4] The actions. A receive waits; a send does not, so `update` does.
+# [4] The actions. `recv` waits. `isend` does not, so `update` waits until all is sent.
 def forward(s, k):
     if s == 0:
         x = xs[k]

@@ -39,7 +39,7 @@ model.zero_grad()
 kept, losses, sent = {}, [], []
 
 
-# [4] The actions. A receive waits; a send does not, so `update` does.
+# [4] The actions. `recv` waits. `isend` does not, so `update` waits until all is sent.
 def forward(s, k):
     if s == 0:
         x = xs[k]
