@@ -113,7 +113,7 @@ EXERCISES = {
 }
 GUESSES = {
     "03-a": Guess(
-        lambda: simulate(make("pipedream", 4, 20)).makespan,
-        "Twenty times forward and backward on the last device: what comes before, what after?",
+        lambda: simulate(make("pipedream", 4, 12)).makespan,
+        "Twelve times forward and backward on the last device: what comes before, what after?",
     )
 }
