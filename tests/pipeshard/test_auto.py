@@ -440,9 +440,12 @@ def test_the_memory_of_the_schedule_decides():
     flush = best_stages(costs, 2, 8, memory=12)
     assert [stage[:2] for stage in flush.stages] == [(0, 0), (1, 1)]  # 2 in flight, and 1
     with pytest.raises(
-        PipeshardError, match=r"stage 0 \(layers 0 to 1 on 2 of 2 devices, 8 micro-batches"
+        PipeshardError,
+        match=r"stage 0 \(layers 0 to 1 on 2 of 2 devices, 8 micro-batches.*use 1F1B, which has 1 ",
     ):
         best_stages(costs, 2, 8, memory=12, in_flight=lambda s: 8)
+    with pytest.raises(PipeshardError, match=": use more micro-batches, more devices"):
+        best_stages(costs, 2, 8, memory=2)
 
 
 def test_an_infeasible_problem_says_which_stage_needs_how_much_more():

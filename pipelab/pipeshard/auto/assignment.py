@@ -171,13 +171,16 @@ def _explain(
     count = len(stages)
     sizes = [needs[count - s][each] for s, each in enumerate(stages)]
     s = int(np.argmax(sizes))
-    stage = stages[s]
+    stage, held = stages[s], in_flight(count - s)
+    # More micro-batches are smaller ones: no help where all are in flight, as in GPipe.
+    few = held <= count - s
+    remedy = "more micro-batches" if few else f"1F1B, which has {count - s} in flight"
     return (
         f"no stages fit into {_mib(memory)} per device. The closest plan has {count} stages, and "
         f"stage {s} (layers {stage.first} to {stage.last} on {table.devices[stage.choice]} of "
-        f"{sum(table.devices[each.choice] for each in stages)} devices, {in_flight(count - s)} "
+        f"{sum(table.devices[each.choice] for each in stages)} devices, {held} "
         f"micro-batches in flight) needs {_mib(sizes[s])}, {_mib(sizes[s] - memory)} more than a "
-        "device has: use more micro-batches, more devices, or more layers"
+        f"device has: use {remedy}, more devices, or more layers"
     )
 
 
