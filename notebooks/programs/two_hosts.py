@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pipelab.pipeshard import ManualStages, Pipeshard, parallelize, value_and_grad
@@ -36,8 +37,8 @@ METHODS = {
 }
 
 
-def marked_step(gradient: Callable) -> tuple[Callable, Any]:
-    model = Transformer(blocks=4, pause=PAUSE)
+def marked_step(gradient: Callable, pause: float = PAUSE) -> tuple[Callable, Any]:
+    model = Transformer(blocks=4, pause=pause)
     return train_step(model, optax.adam(1e-2), gradient)
 
 
@@ -56,7 +57,7 @@ def pipeline(how: str) -> tuple[Callable, Any, Any]:
 
 def data() -> tuple[Callable, Any, Any]:
     step, state = marked_step(jax.value_and_grad)
-    jax.set_mesh(jax.make_mesh((4,), ("four",)))
+    jax.set_mesh(jax.make_mesh((4,), ("four",), axis_types=(AxisType.Explicit,)))
     state, batch = jax.device_put(jax.device_get(state), P()), jax.device_put(BATCH, P("four"))
     program = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
     held = Cost.of(program).peak_bytes / 2**20
