@@ -12,7 +12,7 @@ from pipelab.jax.device import JaxDevice, jax_meshes, weight_on
 from pipelab.jax.distributed import Distributed
 from pipelab.jax.host import digest, of_trees
 from pipelab.jax.jaxpr import is_mutable
-from pipelab.jax.replay import JaxModel
+from pipelab.jax.replay import JaxModel, Made
 from pipelab.jax.stage import JaxStage, digest_of, digest_of_optimizer
 from pipelab.runtime.batches import cut_batch, samples_of
 from pipelab.runtime.options import Options
@@ -80,7 +80,7 @@ class JaxBackend(Backend):
                 f"{schedule.name} offloads activations, which only torch stages support: give "
                 "torch modules"
             )
-        self.seeded = options.seed is not None
+        self.seeded, self.made = options.seed is not None, Made()
         # Stages are looked at before a launcher is started: nothing is to be cleaned up.
         self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]
         if options.training:
@@ -142,7 +142,9 @@ class JaxBackend(Backend):
     def model(self, first: int, start: Sequence[Any], kernels: Mapping[int, Any]) -> JaxModel:
         device = self._checks_on
         alike = {*kernels.values()} == {(1, device.device_kind)}
-        return JaxModel(self.parts, self.options, device, start=start, first=first, alike=alike)
+        return JaxModel(
+            self.parts, self.options, device, self.made, start=start, first=first, alike=alike
+        )
 
     def size(self) -> tuple[int, int]:
         weights = jax.tree.leaves([parameters for _, parameters in self.parts])

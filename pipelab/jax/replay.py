@@ -41,7 +41,12 @@ class JaxLibrary(Library):
     trees, nudge = TREES, 0
 
     def __init__(
-        self, parts: Sequence[Part], options: Options, device: jax.Device, wide: str = ""
+        self,
+        parts: Sequence[Part],
+        options: Options,
+        device: jax.Device,
+        made: "Made",
+        wide: str = "",
     ) -> None:
         self.options, self.device, self.wide = options, device, wide
         self.double = bool(jax.config.read("jax_enable_x64"))  # the caller's
@@ -50,7 +55,7 @@ class JaxLibrary(Library):
         self.specs: list[Any] = [jax.tree.structure(parameters) for _, parameters in parts]
         self.names = [names(parameters) for _, parameters in parts]
         losses = [None] * (len(parts) - 1) + [options.loss]
-        self._programs = [*map(programs, self.applies, losses)]
+        self._programs = [*map(made.programs, self.applies, losses)]
 
     def place(self, weights: Weights) -> Weights:
         with self.active():
@@ -160,9 +165,8 @@ class Programs(NamedTuple):
     graph: Any
 
 
-@cache
 def programs(apply: Callable, loss: Callable | None) -> Programs:
-    """What stages of the same function share, once compiled."""
+    """The programs of a stage with this function, and with this loss, if it is the last one."""
 
     def alone(parameters: Any, entered: Any, data: Any, target: Any, seed: Any) -> Any:
         key = () if seed is None else (jax.random.key(seed),)
@@ -189,10 +193,22 @@ _pulled = jax.jit(_pull, compiler_options=EXACT)
 _divided = jax.jit(lambda sums, divisor: [total / divisor for total in sums])
 
 
+class Made:
+    """What checks compile, kept for all of one run, as its stages keep theirs.
+
+    Not for the next run: what a function reads from outside may have changed until then.
+    """
+
+    def __init__(self) -> None:
+        self.programs, self.in_turn = cache(programs), cache(in_turn)
+        self.stepped = cache(stepped)
+
+
 class JaxModel:
     """See `replay.Model`.
 
     parts  the stages as (function, parameters)
+    made   what earlier checks of the same run have compiled
     start  by stage, what training goes on from; `first` is the latest version there
     """
 
@@ -209,6 +225,7 @@ class JaxModel:
         parts: Sequence[Part],
         options: Options,
         device: jax.Device,
+        made: "Made",
         *,
         start: Sequence[Any],
         first: int,
@@ -216,6 +233,7 @@ class JaxModel:
     ) -> None:
         self.parts, self.options, self.device = parts, options, device
         self.start, self.first = start, first
+        self.made = made
         self.ties = [{} for _ in parts]
         self.names = [
             {name: f"{name} of stage {s}" for name in names(parameters)}
@@ -235,7 +253,7 @@ class JaxModel:
         return [{self.first: named(parameters)} for _, parameters in self.parts]
 
     def library(self, wide: str = "") -> JaxLibrary:
-        return JaxLibrary(self.parts, self.options, self.device, wide)
+        return JaxLibrary(self.parts, self.options, self.device, self.made, wide)
 
     def truth(self) -> JaxLibrary:
         # In float64 forwards would draw other numbers, and nothing is wider than float64. The same
@@ -247,7 +265,8 @@ class JaxModel:
 
     def whole(self, wide: str) -> JaxLibrary:
         applies, parameters = zip(*self.parts, strict=True)
-        return JaxLibrary([(in_turn(applies), [*parameters])], self.options, self.device, wide)
+        part = self.made.in_turn(applies), [*parameters]
+        return JaxLibrary([part], self.options, self.device, self.made, wide)
 
     def optimizer(self) -> "JaxSteps":
         return JaxSteps(self)
@@ -271,7 +290,6 @@ class JaxModel:
         return array.astype(like.dtype)
 
 
-@cache
 def in_turn(applies: tuple[Callable, ...]) -> Callable:
     """Stages as one function of all their parameters."""
 
@@ -283,7 +301,6 @@ def in_turn(applies: tuple[Callable, ...]) -> Callable:
     return apply
 
 
-@cache
 def stepped(optimizer: optax.GradientTransformation) -> Callable:
     """The optimizer's step of one stage."""
 
@@ -308,7 +325,7 @@ class JaxSteps:
             # From the host: those of a mesh would draw the replay there.
             parameters = jax.device_get([parameters for _, parameters in model.parts])
             self.states = list(map(optimizer.init, parameters))
-        self._step = stepped(optimizer)
+        self._step = model.made.stepped(optimizer)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
         """The weights after a step from these."""

@@ -63,7 +63,7 @@ class JaxStage(CountingStage):
         # Objects of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
         loss = options.loss if last else None
-        self._apply = jax.jit(apply)
+        self._apply = jax.jit(lambda *given: apply(*given))  # not what an earlier run has traced
         self._function = Function(apply, loss, frozenset(kinds), device.place)
         self._step = step_of(options.optimizer, (self.weights[0], self.state))
         self._backwards = Backwards(device, id(self))

@@ -14,9 +14,21 @@ import torch
 from flax import linen, nnx
 from torch.nn import functional as F
 
-from pipelab import Costs, Kind, Recompute, RunError, Schedule, evaluate, make, run, simulate
+from pipelab import (
+    Costs,
+    Kind,
+    Recompute,
+    RunError,
+    Schedule,
+    Trainer,
+    evaluate,
+    make,
+    run,
+    simulate,
+)
 from pipelab.jax.stage import JaxStage
 from pipelab.models.flax_mlp import mlp
+from pipelab.runtime.verdict.check import How
 from pipelab.runtime.worker import Worker
 from tests.conftest import thorough
 from tests.support import RULES
@@ -249,6 +261,32 @@ def test_nnx_modules_are_left_alone():
     result = train(make("gpipe", 2, 4), modules, optimizer=optax.adam(0.1))
     assert result.check.passed
     assert all(np.array_equal(m.inner.kernel[...], b) for m, b in zip(modules, before, strict=True))
+
+
+def test_what_a_function_reads_from_outside_may_change_between_runs():
+    """Was: the check of a later run computed with what an earlier one had traced."""
+    outside = {}
+
+    def stage(p, x):
+        return jnp.tanh(x @ p) * outside["scale"]
+
+    def loss(y, target):
+        return outside["scale"] * ((y - target) ** 2).mean()
+
+    def rate(step):
+        return 0.1 * outside["scale"]
+
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 4))
+    stages = [(stage, (s + 1.0) * np.eye(4)) for s in range(2)]
+    given, losses = ([(x, y)], loss, optax.sgd(rate)), []
+    for outside["scale"] in (1.0, 3.0, 1.0):
+        found = run(make("gpipe", 2, 4), stages, *given, backend="jax")
+        assert found.check.passed and found.check.how is How.BITS, found.check
+        with Trainer(make("gpipe", 2, 4), stages, *given[1:], backend="jax") as trainer:
+            measured = trainer.evaluate([(x, y)], metrics={"again": loss})
+        assert measured.metrics["again"] == pytest.approx(measured.loss)
+        losses += found.losses
+    assert losses[0] == losses[2] != losses[1]
 
 
 def test_evaluation():
