@@ -225,15 +225,14 @@ class JaxModel:
         parts: Sequence[Part],
         options: Options,
         device: jax.Device,
-        made: "Made",
+        made: Made,
         *,
         start: Sequence[Any],
         first: int,
         alike: bool,
     ) -> None:
         self.parts, self.options, self.device = parts, options, device
-        self.start, self.first = start, first
-        self.made = made
+        self.start, self.first, self.made = start, first, made
         self.ties = [{} for _ in parts]
         self.names = [
             {name: f"{name} of stage {s}" for name in names(parameters)}
