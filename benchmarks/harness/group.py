@@ -43,6 +43,10 @@ class PeerJob:
     ends: list[float] = field(default_factory=list, init=False)
 
     @property
+    def row(self) -> int:
+        return self.rank
+
+    @property
     def where(self) -> str:
         return f"rank {self.rank} of {self.library}"
 

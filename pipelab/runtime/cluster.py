@@ -217,14 +217,16 @@ class Cluster(Threads):
     def from_first(self, make: Callable[[], Any], call: str = "") -> Any:
         with self._agreeing():
             self._tell(make() if self.first else None, call)
-            return self._heard(0, call)
+            # Process 0 waits for all, too: what it drops eight calls later, they have read.
+            first, *_ = (self._heard(n, call) for n in range(self.count if self.first else 1))
+            return first
 
     def _tell(self, value: Any, call: str) -> None:
         """Give this process's next value."""
         self._given += 1
         self.since = time.monotonic()
         self.give(f"{self.meeting}/{self._given}/{self.me}", (call, value))
-        # All have read this one: since then, everybody has waited for everybody.
+        # All have read this one: since then, each has waited for process 0, and that one for all.
         self.drop(f"{self.meeting}/{self._given - 8}/{self.me}")
 
     def _heard(self, number: int, call: str, early: bool = False) -> Any:

@@ -121,7 +121,7 @@ def run(
     `chimera`) and replicas have their own buffers until an update; then they take those of the
     first replica's first copy, as in torch's DistributedDataParallel (broadcast_buffers).
 
-    jax does not support replicas, autocast (choose the parameters' type), tied weights, dumps or
+    jax does not support replicas, autocast (choose the parameters' type), tied weights or
     checkpoints.
 
     Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it,

@@ -190,7 +190,7 @@ class Stage(Protocol):
     # ---- for replicas and partners
 
     def complete(self, update: int) -> bool:
-        """Whether all backwards of an update are done, and another stage waits for that."""
+        """Whether all backwards of an update are done."""
         return False
 
     def news(self) -> Any:

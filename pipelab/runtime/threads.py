@@ -28,10 +28,12 @@ class Looked(Exception):
 
 
 class RankJob(Protocol):
-    """A rank's job: its number, a name for errors, and the meaning of its progress marks."""
+    """A rank's job: its number, its row, a name for errors, and what its progress marks mean."""
 
     @property
     def rank(self) -> int: ...
+    @property
+    def row(self) -> int: ...
     @property
     def where(self) -> str: ...
     def doing(self, mark: int) -> str: ...

@@ -25,6 +25,8 @@ class RunError(RuntimeError):
     """A run that failed.
 
     The message names device and action; the cause has the failing stage's own traceback.
+
+    device  the row of the table that failed, if it is known
     """
 
     def __init__(

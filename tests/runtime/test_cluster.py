@@ -80,6 +80,20 @@ def two(store):
         process.__exit__(None, None, None)
 
 
+def test_what_the_first_says_stays_until_all_have_read_it(two):
+    # Was: it did not wait for the others, and what it said eight calls before was dropped.
+    one, other = two
+    other.patience, found = 5.0, []
+    thread = threading.Thread(
+        target=lambda: found.extend(one.from_first(lambda n=n: n) for n in range(20))
+    )
+    thread.start()
+    thread.join(0.2)  # it has said all that it says before the other reads anything
+    assert [other.from_first(list) for _ in range(20)] == [*range(20)]
+    thread.join()
+    assert found == [*range(20)]
+
+
 def test_what_a_process_said_before_it_failed_counts(two):
     one, other = two
     other._tell(7, "")

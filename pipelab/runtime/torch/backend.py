@@ -1,4 +1,4 @@
-"""Torch's part in a run: check arguments, make jobs, write checkpoints and dumps."""
+"""Torch's part in a run: check arguments, make jobs, write checkpoints."""
 
 import copy
 import os
@@ -129,7 +129,7 @@ class TorchJob(Job):
 
 
 class TorchBackend(Backend):
-    """Torch modules in threads, processes or ranks of a cluster; with checkpoints and dumps."""
+    """Torch modules in threads, processes or ranks of a cluster; with checkpoints."""
 
     trees = TREES
     index = Index.read

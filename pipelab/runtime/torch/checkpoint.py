@@ -37,7 +37,7 @@ class Index:
     seed     of the forwards' random numbers
     schedule as CSV
     digests  of the stages' files
-    layers   by stage, the names of its layers: see `recut.layers_in`
+    layers   by stage, the names of its layers: see `names.layers_in`
     """
 
     batch: int

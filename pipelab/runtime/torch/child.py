@@ -60,7 +60,7 @@ class Failure:
         self.traceback = "".join(traceback.format_exception(cause))
         self.secondary = isinstance(cause, Lost)
         if not isinstance(error, RunError):
-            error = RunError(f"{job.where}: {told(error)}", job.rank)
+            error = RunError(f"{job.where}: {told(error)}", job.row)
         error.__cause__ = None
         self.error = error
 

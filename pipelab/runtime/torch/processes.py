@@ -139,7 +139,7 @@ class _Rank:
             if code and code < 0:
                 how = f"was killed by {signal.Signals(-code).name}"
             text = f"{self.job.where}, action {self.place}: its process {how}"
-            raise RunError(text, self.job.rank) from None
+            raise RunError(text, self.job.row) from None
 
 
 class _Remote(Exception):
@@ -211,8 +211,8 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
             last, since = now, time.monotonic()
         elif time.monotonic() - since > timeout:
             places = [f"{rank.job.where} at {rank.place}" for rank in left.values()]
-            first = next(iter(left.values())).job.rank
-            raise RunError(f"{no_progress(places, timeout)}; the processes were killed", first)
+            row = next(iter(left.values())).job.row
+            raise RunError(f"{no_progress(places, timeout)}; the processes were killed", row)
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 

@@ -63,7 +63,7 @@ class VersionedStage(CountingStage):
     slices  of a sequence, one after another: the module then takes the past of earlier ones
     splits  whether parts of what a forward keeps go before its last backward: to W or the host
     start   what to continue from
-    names   of its weights in the model: see `recut.names_in`
+    names   of its weights in the model: see `names.names_in`
     draws   by whether it trains, whether its forwards draw random numbers; if unknown, the first
             one shows it. Only stages that draw must take turns
     total   the gradient of the next update so far, by weight, of any versions; it stands in the

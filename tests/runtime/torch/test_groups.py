@@ -10,7 +10,7 @@ from pipelab.runtime.torch.processes import run_processes
 
 
 def rank_job(rank):
-    return SimpleNamespace(rank=rank, where=f"rank {rank}", doing=str)
+    return SimpleNamespace(rank=rank, row=rank, where=f"rank {rank}", doing=str)
 
 
 def test_messages_of_all_sizes_cross_both_ways_at_once():

@@ -260,6 +260,21 @@ def test_a_rank_that_is_killed(where):
     assert error.value.device == where
 
 
+def test_a_replica_that_is_killed_names_the_device_of_its_row():
+    # Was: the number of its process.
+    with pytest.raises(RunError, match=r"device 1 of replica [01], action 1F1: its") as error:
+        run(
+            make("gpipe", 2, 2),
+            [*stages(1), Failing(1, die)],
+            batches(1),
+            F.mse_loss,
+            SGD,
+            backend="processes",
+            replicas=2,
+        )
+    assert error.value.device == 1
+
+
 def die_soon():
     threading.Timer(0.02, die).start()
 
