@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.orders import Order
-from pipelab.runtime.torch.device import HERE, CpuDevice
+from pipelab.runtime.torch.device import NO_CONTEXT, CpuDevice
 from pipelab.runtime.torch.names import find_device
 from pipelab.runtime.torch.streams import copies_of, receiving_on, stream_of
 
@@ -76,14 +76,15 @@ class CudaDevice(CpuDevice):
         before = self.stream, self.computing
         own = self.stream = self.computing = self.of_stages.get(stage, self.computing)
         try:
-            with torch.cuda.stream(own) if self.apart else HERE:
+            with torch.cuda.stream(own) if self.apart else NO_CONTEXT:
                 yield
         finally:
             self.stream, self.computing = before
 
     def follow(self, marks: Iterable[Any]) -> None:
-        for mark in marks if self.apart else ():
-            self.stream.wait_event(mark)
+        if self.apart:
+            for mark in marks:
+                self.stream.wait_event(mark)
 
     def placed(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:

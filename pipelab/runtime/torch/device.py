@@ -21,7 +21,7 @@ from pipelab.runtime.stage import Device
 from pipelab.runtime.torch.ledger import TorchLedger
 from pipelab.runtime.torch.streams import receiving_on
 
-HERE = nullcontext()  # of an action that needs no other context
+NO_CONTEXT = nullcontext()  # of an action that needs none
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
 
@@ -41,7 +41,7 @@ class CpuDevice(Device):
     def active(self) -> Iterator[None]:
         # A thread starts with as many of OpenMP's as there are cores, until it is asked.
         torch.get_num_threads()
-        default = HERE if self._default.type == "cpu" else self._default
+        default = NO_CONTEXT if self._default.type == "cpu" else self._default
         # Of the caller's mixed precision nothing is inherited: each forward opens its own. Nor is
         # there a cache of casts for one that a stage opens itself: it would be emptied with this
         # one only, long after the weights have changed.
@@ -51,8 +51,8 @@ class CpuDevice(Device):
             yield
 
     def callers_work(self, order: Order) -> list[torch.cuda.Event]:
-        given = [each for of in order.microbatches.values() for each in of.values()]
-        data = self.arrays([(each.x, each.target) for each in given])
+        every = [fed for by_number in order.microbatches.values() for fed in by_number.values()]
+        data = self.arrays([(fed.x, fed.target) for fed in every])
         return self._marks_on({tensor.device for tensor in data if tensor.is_cuda})
 
     def _marks_on(self, gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:
@@ -65,7 +65,7 @@ class CpuDevice(Device):
 
     def placed(self, tensor: Tensor) -> Tensor:
         """A copy of the caller's data on this device."""
-        with self._beside(tensor):
+        with self._copy_context(tensor):
             return tensor.to(self.device, copy=True)
 
     @property
@@ -83,10 +83,11 @@ class CpuDevice(Device):
             self._second = ThreadPoolExecutor(1)
         return self._second.submit(inside).result
 
-    def _beside(self, tensor: Tensor) -> AbstractContextManager:
+    def _copy_context(self, tensor: Tensor) -> AbstractContextManager:
         """The context of a tensor's copy to the CPU: from a GPU not behind the caller's kernels."""
-        own = str(self.device)
-        return torch.cuda.stream(receiving_on(tensor.device, own)) if tensor.is_cuda else HERE
+        if not tensor.is_cuda:
+            return NO_CONTEXT
+        return torch.cuda.stream(receiving_on(tensor.device, str(self.device)))
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy in the host's memory, inside `copying`."""
@@ -106,7 +107,7 @@ class CpuDevice(Device):
         event.synchronize()
 
         def move(tensor: Tensor) -> Tensor:
-            with self._beside(tensor):
+            with self._copy_context(tensor):
                 return tensor.to(self.device)
 
         return pytree.tree_map_only(Tensor, move, payload)
@@ -134,7 +135,7 @@ class CpuDevice(Device):
         empties it.
         """
         kind = self.device.type
-        mixed = torch.autocast(kind, autocast, cache_enabled=False) if autocast else HERE
+        mixed = torch.autocast(kind, autocast, cache_enabled=False) if autocast else NO_CONTEXT
         return mixed if seed is None else self._drawing(seed, mixed)
 
     @contextmanager
@@ -146,7 +147,7 @@ class CpuDevice(Device):
 
     def backward_context(self, draws: bool) -> AbstractContextManager:
         """The context of a backward: torch.utils.checkpoint draws in it what its forward drew."""
-        return DRAWING if draws else HERE
+        return DRAWING if draws else NO_CONTEXT
 
 
 def kind_of_device(device: torch.device) -> str:
@@ -188,11 +189,11 @@ def whole_backward(
     """A full backward: accumulates the weights' gradients and returns those of the inputs."""
     if outputs:
         walk(outputs, gradients)
-    found = []
+    of_inputs = []
     for leaf in inputs:
-        found.append(leaf.grad)
+        of_inputs.append(leaf.grad)
         leaf.grad = None
-    return found
+    return of_inputs
 
 
 def walk(
@@ -224,11 +225,11 @@ def walk(
 def check_modes() -> None:
     """ValueError inside a torch mode that covers only this thread, not the workers'."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    found = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
     if torch._C._autograd._top_saved_tensors_default_hooks(False):
-        found.append("saved_tensors_hooks")
-    if found:
+        names.append("saved_tensors_hooks")
+    if names:
         raise ValueError(
-            f"the call is inside `with {found[-1]}`, which torch applies only in this thread, not "
+            f"the call is inside `with {names[-1]}`, which torch applies only in this thread, not "
             "in the workers': leave it, or enter it in the stages' forward"
         )

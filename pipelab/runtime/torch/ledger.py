@@ -143,6 +143,6 @@ class Explained:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        for words, reason in REASONS.items() if isinstance(error, RuntimeError) else ():
-            if words in str(error):
+        for words, reason in REASONS.items():
+            if isinstance(error, RuntimeError) and words in str(error):
                 raise ValueError(reason) from error

@@ -73,7 +73,8 @@ def _groups(gpu: int, whole: Any, count: int) -> list[Any]:
     132 in four: the driver rounds 33 up to 40, of which there are three; of 32 there are four.
     """
     total = whole.sm.smCount
-    for least in range(total // count, 0, -1) if count > 0 else ():
+    most = total // count if count > 0 else 0
+    for least in range(most, 0, -1):
         # All in one call: those of two calls begin with the same multiprocessors.
         with suppress(DoesNotFit):
             groups, made, _ = _call("cuDevSmResourceSplitByCount", count, whole, 0, least)

@@ -31,7 +31,8 @@ def check_registered(stages: Sequence[nn.Module], loss: Any) -> None:
                     "a copy would never be trained: make the attribute a module, or an "
                     "nn.ModuleList, which ties the weight"
                 )
-    for name, p in loss.named_parameters() if isinstance(loss, nn.Module) else ():
+    weights = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    for name, p in weights:
         if p.requires_grad:
             raise ValueError(
                 f"the loss has a weight of its own, {name}, which no stage trains: compute with "
@@ -125,7 +126,7 @@ def _parts_of(value: Any) -> Iterable[tuple[str, Any]]:
 
 def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
     """A function's closure, defaults, and the globals that it reads."""
-    found = [(f" ({name})", value) for name, value in closure_of(function).items()]
+    variables = [(f" ({name})", value) for name, value in closure_of(function).items()]
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-    found += [(" (a default)", value) for value in defaults]
-    return found + [(f" ({name})", value) for name, value in globals_of(function)]
+    variables += [(" (a default)", value) for value in defaults]
+    return variables + [(f" ({name})", value) for name, value in globals_of(function)]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import check_leaves
 from pipelab.runtime.prepare import seed_for
-from pipelab.runtime.torch.device import HERE, CpuDevice, whole_backward
+from pipelab.runtime.torch.device import NO_CONTEXT, CpuDevice, whole_backward
 from pipelab.runtime.torch.ledger import Explained, Saved, remaining, storages
 from pipelab.runtime.torch.offload import Offloaded
 from pipelab.runtime.torch.reach import check_graph
@@ -40,7 +40,7 @@ class _Kept(NamedTuple):
     saved   by autograd
     mean    the loss, on the last stage
     counted by the loss
-    past    leaves of x, at its end, that the slice before has left
+    past    how many leaves of x, at its end, the slice before has left
     """
 
     x: Any
@@ -66,21 +66,21 @@ class TorchStage(VersionedStage):
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
-        given = self.fed[microbatch]
-        x = given.x if self.first else received
+        fed = self.fed[microbatch]
+        x = fed.x if self.first else received
         x, leaves = x if isinstance(x, Aliased) else (x, [])
         if self.slices > 1:
             x = x, self._past.pop(microbatch - 1, ())
-        if self.training and not given.recompute:
-            with _unwritten(x, leaves) if leaves else HERE:
+        if self.training and not fed.recompute:
+            with _unwritten(x, leaves) if leaves else NO_CONTEXT:
                 output, self._kept[microbatch] = self._compute(microbatch, x)
         else:
             self._bind(microbatch)
             if self.training:
                 self._keep_input(microbatch, x)
             # On copies: what works in place must not change what the second forward takes.
-            copied, target = pytree.tree_map_only(Tensor, Tensor.clone, (x, given.target))
-            with torch.no_grad(), _unwritten(copied, leaves) if leaves else HERE:
+            copied, target = pytree.tree_map_only(Tensor, Tensor.clone, (x, fed.target))
+            with torch.no_grad(), _unwritten(copied, leaves) if leaves else NO_CONTEXT:
                 output = self._apply(microbatch, copied, target)[0]
             if self.training:
                 self._first_again.note(microbatch, self.look)
@@ -96,11 +96,11 @@ class TorchStage(VersionedStage):
 
     def offload(self, microbatch: int) -> None:
         kept, ledger, key = self._kept[microbatch], self.device.ledger, self.key(microbatch)
-        found = [saved for each in kept.saved if (saved := each()) is not None]
+        alive = [saved for reference in kept.saved if (saved := reference()) is not None]
         # The first stage's input is the data, which stays.
         data = self.first and self.fed[microbatch].recompute
         inputs = [] if data else [t for t in pytree.tree_leaves(kept.x) if t is not None]
-        self._away[microbatch] = Offloaded(found, inputs, self.device)
+        self._away[microbatch] = Offloaded(alive, inputs, self.device)
         ledger.drop(key)
         ledger.hold_tensors(key, [*self._away[microbatch].left, *kept.buffers.values()])
 
@@ -114,11 +114,11 @@ class TorchStage(VersionedStage):
         """The start of a forward that runs again."""
         # Few buffers change from one micro-batch to the next: the others share a copy.
         latest = next(reversed(self._kept.values()), None)
-        buffers = copies_of_buffers(buffers_of(self._parts), latest.buffers if latest else {})
+        buffers = copies_of_buffers(buffers_of(self._buffered), latest.buffers if latest else {})
         self.device.ledger.hold_tensors(
             self.key(microbatch), [*pytree.tree_leaves(x), *buffers.values()]
         )
-        self._kept[microbatch] = _Kept(x, [], [], None, 0, buffers)
+        self._kept[microbatch] = _Kept(x, edges=[], saved=[], mean=None, counted=0, buffers=buffers)
 
     def _bind(self, microbatch: int) -> None:
         """Put the version that the micro-batch reads into the module.
@@ -132,10 +132,10 @@ class TorchStage(VersionedStage):
 
         Returns the output, the leaves that a backward starts from, and what the loss counted.
         """
-        given, training = self.fed[microbatch], self.training
+        fed, training = self.fed[microbatch], self.training
         seed = None
-        if given.seed and self.draws.get(training, True):
-            seed = int(seed_for(*given.seed))
+        if fed.seed and self.draws.get(training, True):
+            seed = int(seed_for(*fed.seed))
         with Explained(), self.device.forward_context(seed, self.options.autocast) as drew:
             y, past = self.module(*x) if self.slices > 1 else (self.module(x), ())
             if self.slices > 1 and (microbatch + 1) % self.slices:
@@ -151,7 +151,7 @@ class TorchStage(VersionedStage):
             check_leaves(leaves, "a stage's output")
             return y, [*leaves, *left], 0
         pair = isinstance(value, tuple)
-        mean, count = value if pair else (value, given.samples)
+        mean, count = value if pair else (value, fed.samples)
         if isinstance(count, Tensor) and count.requires_grad:
             raise ValueError(
                 "the loss's count has a gradient, which would be lost: return its detach(), or one "
@@ -185,18 +185,18 @@ class TorchStage(VersionedStage):
         # first stage want none, nor do whole numbers.
         wanted: list[Tensor | None] = []
 
-        def enter(value: Any, given: bool = True) -> Any:
-            wants = not (self.first and given) and _differentiable(value)
+        def enter(value: Any, data: bool = self.first) -> Any:
+            wants = not data and _differentiable(value)
             leaf = value.detach().requires_grad_() if wants else None
             wanted.append(leaf)
             return value if leaf is None else _entered(leaf)
 
         past = 0
         if self.slices > 1:
-            given = pytree.tree_map(enter, x[0])
-            past = len(wanted)
-            entered = given, pytree.tree_map(partial(enter, given=False), x[1])
-            past = len(wanted) - past
+            inputs = pytree.tree_map(enter, x[0])
+            count_of_inputs = len(wanted)
+            entered = inputs, pytree.tree_map(partial(enter, data=False), x[1])
+            past = len(wanted) - count_of_inputs
         else:
             entered = enter(x) if isinstance(x, Tensor) else pytree.tree_map(enter, x)
         key = self.key(microbatch)
@@ -216,7 +216,10 @@ class TorchStage(VersionedStage):
             for t in ends
         ]
         mean = ends[0].detach() if self.last else None
-        return output, _Kept(wanted, edges, saved, mean, count, {}, past)
+        kept = _Kept(
+            wanted, edges=edges, saved=saved, mean=mean, counted=count, buffers={}, past=past
+        )
+        return output, kept
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, list, float]:
         kept = self._kept.pop(microbatch)
@@ -242,37 +245,42 @@ class TorchStage(VersionedStage):
         self._bind(microbatch)
         # Whichever version this is, its backward adds to the one sum, in place.
         self._sum_in(self.weights[self.fed[microbatch].version])
-        weighs = bool(count) or self.slices > 1
-        if not weighs:
-            before, self.total = self.total, {}
-        found: list[Tensor | None] = []
-        held: list[Tensor] = []
-        past = kept.past if isinstance(kept, _Kept) else 0
+        pull = self._pull_graph if count or self.slices > 1 else self._pull_nothing
         with self.device.backward_context(self.draws.get(True, False)):
-            if kind is Kind.W:
-                kept.weight_grad()
-            else:
-                found, held = self._pull_input(microbatch, kept, gradients, count, kind)
-        if not weighs:
-            # What counts nothing has zeros, whatever a mean of nothing has made of it.
-            zeros = {name: torch.zeros_like(g) for name, g in self.total.items()}
-            self.total = {**zeros, **before}
-            found = [None if g is None else torch.zeros_like(g) for g in found]
+            of_leaves = pull(microbatch, kept, gradients, count, kind)
+        if kind is Kind.W or not kept.past:
+            return of_leaves
+        self._owed[microbatch - 1] = of_leaves[-kept.past :]
+        return of_leaves[: -kept.past]
+
+    def _pull_nothing(self, *pulled: Any) -> list[Tensor | None]:
+        """Zeros for what counts nothing, whatever a mean of nothing makes of it."""
+        before, self.total = self.total, {}
+        of_leaves = self._pull_graph(*pulled)
+        zeros = {name: torch.zeros_like(g) for name, g in self.total.items()}
+        self.total = {**zeros, **before}
+        return [None if g is None else torch.zeros_like(g) for g in of_leaves]
+
+    def _pull_graph(
+        self, microbatch: int, kept: Any, gradients: list, count: float, kind: Kind
+    ) -> list[Tensor | None]:
+        of_leaves, held = self._walk(microbatch, kept, gradients, count, kind)
         # Autograd may give one memory to an input's gradient, the first of a weight's, which is
         # added to later, and what is kept for W.
-        elif shared := storages([*held, *self._begun()]):
-            found = [
+        if shared := storages([*held, *self._fresh()]):
+            of_leaves = [
                 g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
-                for g in found
+                for g in of_leaves
             ]
-        if past:
-            self._owed[microbatch - 1], found = found[-past:], found[:-past]
-        return found
+        return of_leaves
 
-    def _pull_input(
-        self, microbatch: int, kept: _Kept, gradients: list, count: float, kind: Kind
+    def _walk(
+        self, microbatch: int, kept: Any, gradients: list, count: float, kind: Kind
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """The input's gradient by B or I, a leaf each; and what is kept from I to W."""
+        if kind is Kind.W:
+            kept.weight_grad()
+            return [], []
         starts = [
             (e, g)
             for e, g in zip(kept.edges, gradients, strict=True)
@@ -300,7 +308,7 @@ class TorchStage(VersionedStage):
         if halves.indivisible:
             self.unsplit["all"] = halves.indivisible
         for weight, why in halves.together.items():
-            names = {p: name for of in self.weights.values() for name, p in of.items()}
+            names = {p: name for version in self.weights.values() for name, p in version.items()}
             self.unsplit.setdefault(names.get(weight, "a tensor outside the module"), why)
 
 

@@ -77,15 +77,15 @@ class StageState:
 
     def completed(self, stage: nn.Module) -> "StageState":
         """The same with the model's weights. ValueError if they differ."""
-        own = dict(stage.named_parameters()) if self.frozen else {}
+        weights = dict(stage.named_parameters()) if self.frozen else {}
         for name, digest in self.frozen.items():
-            if name not in own or TREES.digest(own[name]) != digest:
+            if name not in weights or TREES.digest(weights[name]) != digest:
                 raise ValueError(
                     f"{self.origin} was trained with another value of the frozen weight {name}: "
                     "give the same model"
                 )
             for of_version in self.weights.values():
-                of_version[name] = own[name].detach().cpu()
+                of_version[name] = weights[name].detach().cpu()
         return replace(self, frozen={})
 
     def newest(self) -> dict[str, Tensor]:
@@ -122,21 +122,23 @@ class StageState:
         ValueError for another kind of optimizer, or a group whose weights had different ones.
         """
         names, kinds = {id(p): name for name, p in weights.items()}, kinds_of(optimizer, schedulers)
-        found: dict[int, Any] = {}
+        by_group: dict[int, Any] = {}
         for g, group in enumerate(optimizer.param_groups):
-            own = [self.groups.get(names.get(id(p), "")) for p in group["params"]]
-            for kept in (kept for kept in own if kept):
+            for weight in group["params"]:
+                kept = self.groups.get(names.get(id(weight), ""))
+                if not kept:
+                    continue
                 if [kind for kind, _ in kept] != kinds:
                     raise ValueError(
                         f"{self.origin} was made with {_summary([kind for kind, _ in kept])}, but "
                         f"the optimizer has {_summary(kinds)}: give the same optimizer"
                     )
-                if found.setdefault(g, kept) is not kept and not equal(found[g], kept):
+                if by_group.setdefault(g, kept) is not kept and not equal(by_group[g], kept):
                     raise ValueError(
                         f"in {self.origin} the weights of parameter group {g} had different "
                         "learning rates or other settings: give an optimizer with the same groups"
                     )
-        return {g: [of for _, of in kept] for g, kept in found.items()}
+        return {g: [state for _, state in kept] for g, kept in by_group.items()}
 
     def load_optimizer(
         self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
@@ -145,67 +147,21 @@ class StageState:
 
         It may have other weights as well: the replay has one optimizer for all stages.
         """
-        came = self.continued(optimizer, schedulers, weights)
-        if not came:  # the stage had nothing to train
+        saved = self.continued(optimizer, schedulers, weights)
+        if not saved:  # the stage had nothing to train
             return
         names = {id(weight): name for name, weight in weights.items()}
-        self._load_by_its_own(optimizer, names, {g: of[0] for g, of in came.items()})
-        for n, scheduler in enumerate(schedulers, start=1):
-            states = {g: of[n] for g, of in came.items()}
-            scheduler.load_state_dict(_of_groups(states, scheduler.state_dict()))
-
-    def _load_by_its_own(
-        self, optimizer: Any, names: Mapping[int, str], came: Mapping[int, Mapping[str, Any]]
-    ) -> None:
-        """Let the optimizer load the state by its load_state_dict.
-
-        names  of the weights, by their ids
-        came   by parameter group, the settings that it continues from
-        """
-        # [1] in the form of its state_dict: copies, as all who load this write into what they get
-        now, others = optimizer.state_dict(), copy.deepcopy(self.others)
-        numbered = _numbered(optimizer, now)
-        if numbered:
-            settings = []
-            for g, (group, of_now) in enumerate(
-                zip(optimizer.param_groups, now["param_groups"], strict=True)
-            ):
-                saved = copy.deepcopy(dict(came.get(g, {})))
-                for key, value in saved.items():
-                    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                        saved[key] = value.to(group[key].device)
-                settings.append(of_now | saved)
-            states = {
-                number: copy.deepcopy(self.optimizer[name])
-                for number, weight in numbered.items()
-                if (name := names.get(id(weight))) in self.optimizer
-            }
-            states = now["state"] | states | others.pop("state", {})
-            others = {**now, **others, "state": states, "param_groups": settings}
-        # [2] load it
-        inner = [x for x in vars(optimizer).values() if hasattr(x, "param_groups")]
-        held = [(vars(x), dict(vars(x)), [*x.param_groups]) for x in (optimizer, *inner)]
-        before = dict(optimizer.state)
+        settings = {g: of_optimizer for g, (of_optimizer, *_) in saved.items()}
+        state_dict, before = self._state_dict_for(optimizer, names, settings), {**optimizer.state}
         try:
-            optimizer.load_state_dict(others)
+            with _same_objects(optimizer):
+                optimizer.load_state_dict(state_dict)
         except Exception as error:
             raise ValueError(
                 f"{type(optimizer).__name__}.load_state_dict() cannot load what its state_dict() "
                 f"told for {self.origin} ({type(error).__name__}: {error}): let it load that"
             ) from error
-        # [3] Torch's own makes other groups and another state, while optimizers around it, and
-        #     inside, go on with those that they have.
-        for own, kept, groups in held:
-            if "param_groups" in kept:
-                for group, loaded in zip(groups, own["param_groups"], strict=True):
-                    group.update(_settings(loaded))
-                own["param_groups"] = kept["param_groups"]
-            if "state" in kept:
-                loaded = dict(own["state"])
-                kept["state"].clear()
-                kept["state"].update(loaded)
-                own["state"] = kept["state"]
-        # [4] It also rounds states to their weights' types.
+        # Torch's own rounds states to their weights' types.
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             for group in optimizer.param_groups:
                 for weight in group["params"]:
@@ -213,6 +169,39 @@ class StageState:
                         optimizer.state[weight] = _placed(self.optimizer[name], weight, group)
                     elif weight in before:
                         optimizer.state[weight] = before[weight]
+        for n, scheduler in enumerate(schedulers, start=1):
+            states = {g: of_group[n] for g, of_group in saved.items()}
+            scheduler.load_state_dict(_of_groups(states, scheduler.state_dict()))
+
+    def _state_dict_for(
+        self, optimizer: Any, names: Mapping[int, str], settings: Mapping[int, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """The state in the form of an optimizer's state_dict.
+
+        names     of the weights, by their ids
+        settings  by parameter group, those that it continues from
+        """
+        # Copies, as all who load this write into what they get.
+        now, others = optimizer.state_dict(), copy.deepcopy(self.others)
+        numbered = _numbered(optimizer, now)
+        if not numbered:
+            return others
+        groups = []
+        for g, (group, of_now) in enumerate(
+            zip(optimizer.param_groups, now["param_groups"], strict=True)
+        ):
+            saved = copy.deepcopy(dict(settings.get(g, {})))
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    saved[key] = value.to(group[key].device)
+            groups.append(of_now | saved)
+        states = {
+            number: copy.deepcopy(self.optimizer[name])
+            for number, weight in numbered.items()
+            if (name := names.get(id(weight))) in self.optimizer
+        }
+        states = now["state"] | states | others.pop("state", {})
+        return {**now, **others, "state": states, "param_groups": groups}
 
     def other_rates(
         self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
@@ -239,7 +228,7 @@ class StageState:
         """All numbers in it by their path, for a comparison."""
         groups: dict[str, Any] = {}
         for name in sorted(self.groups):  # each once, by the first of its weights
-            if not any(self.groups[name] is of for of in groups.values()):
+            if not any(self.groups[name] is group for group in groups.values()):
                 groups[name] = self.groups[name]
         content = {
             "weights": self.weights,
@@ -265,6 +254,28 @@ def _state_dict(made: Any) -> dict[str, Any]:
         ) from error
 
 
+@contextmanager
+def _same_objects(optimizer: Any) -> Iterator[None]:
+    """What is loaded inside is put into the groups and the state that there were before.
+
+    Torch's load_state_dict makes others, while optimizers around this one, and inside it, go on
+    with those that they have.
+    """
+    inner = [x for x in vars(optimizer).values() if hasattr(x, "param_groups")]
+    held = [(vars(x), dict(vars(x)), [*x.param_groups]) for x in (optimizer, *inner)]
+    yield
+    for now, before, groups in held:
+        if "param_groups" in before:
+            for group, loaded in zip(groups, now["param_groups"], strict=True):
+                group.update(_settings(loaded))
+            now["param_groups"] = before["param_groups"]
+        if "state" in before:
+            loaded = dict(now["state"])
+            before["state"].clear()
+            before["state"].update(loaded)
+            now["state"] = before["state"]
+
+
 def _numbered(optimizer: Any, state: Mapping[str, Any]) -> dict[int, Tensor]:
     """The optimizer's weights by their numbers in its state_dict; empty if that has its own form.
 
@@ -272,7 +283,7 @@ def _numbered(optimizer: Any, state: Mapping[str, Any]) -> dict[int, Tensor]:
     """
     try:
         states, groups = state["state"], state["param_groups"]
-        found = {
+        weights = {
             number: weight
             for saved, group in zip(groups, optimizer.param_groups, strict=True)
             for number, weight in zip(saved["params"], group["params"], strict=True)
@@ -281,12 +292,12 @@ def _numbered(optimizer: Any, state: Mapping[str, Any]) -> dict[int, Tensor]:
     except (KeyError, TypeError, ValueError):
         return {}
     for key in optimizer.state:
-        if type(key) is int and key in found:
+        if type(key) is int and key in weights:
             raise ValueError(
                 f"{type(optimizer).__name__} keeps a state under {key}, which state_dict() takes "
                 "for the number of a weight: keep it under a text"
             )
-    return found
+    return weights
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,8 +312,8 @@ def _of_group(g: int, state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return {
-        key: of[g] if key in PER_GROUP and isinstance(of, list) else _of_group(g, of)
-        for key, of in state.items()
+        key: value[g] if key in PER_GROUP and isinstance(value, list) else _of_group(g, value)
+        for key, value in state.items()
     }
 
 
@@ -310,15 +321,15 @@ def _of_groups(states: Mapping[int, Any], now: Any) -> Any:
     """A scheduler's state for these of each parameter group, by its number; others' as now."""
     one = next(iter(states.values()))
     if isinstance(one, dict):
-        found = {}
+        merged = {}
         for key in one:
             of_key = {g: state[key] for g, state in states.items()}
             beside = now.get(key) if isinstance(now, dict) else None
             if key in PER_GROUP and isinstance(beside, list):
-                found[key] = copy.deepcopy([of_key.get(g, own) for g, own in enumerate(beside)])
+                merged[key] = copy.deepcopy([of_key.get(g, x) for g, x in enumerate(beside)])
             else:
-                found[key] = _of_groups(of_key, beside)
-        return found
+                merged[key] = _of_groups(of_key, beside)
+        return merged
     if isinstance(one, list) and isinstance(now, list) and len(one) == len(now):
         parts = ({g: state[i] for g, state in states.items()} for i in range(len(one)))
         return [*map(_of_groups, parts, now)]
@@ -384,13 +395,13 @@ def buffers_of(parts: Iterable[nn.Module]) -> Buffers:
 
 def copies_of_buffers(buffers: Buffers, known: Buffers) -> Buffers:
     """Copies; if equal to the known copies, these. What is one stays one."""
-    made: dict[int, Tensor | None] = {}
+    copies: dict[int, Tensor | None] = {}
     for place, buffer in buffers.items():
         # By identity, as one buffer may stand in several places.
-        if buffer is not None and id(buffer) not in made:
+        if buffer is not None and id(buffer) not in copies:
             old = known.get(place)
-            made[id(buffer)] = buffer.detach().clone() if differ(old, buffer) else old
-    return {place: made.get(id(buffer)) for place, buffer in buffers.items()}
+            copies[id(buffer)] = buffer.detach().clone() if differ(old, buffer) else old
+    return {place: copies.get(id(buffer)) for place, buffer in buffers.items()}
 
 
 @contextmanager
@@ -417,12 +428,12 @@ def load_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.
     for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
         place = module.get_submodule(owner)
-        own = place._buffers.get(attribute)
-        if own is not None and kind_of(own) == kind_of(value) and _is_plain(own):
-            own.data.copy_(value)  # in place: other attributes may be views of it
+        buffer = place._buffers.get(attribute)
+        if buffer is not None and kind_of(buffer) == kind_of(value) and _is_plain(buffer):
+            buffer.data.copy_(value)  # in place: other attributes may be views of it
             continue
         loaded = value.to(device, copy=True)
-        for part, other in (*places.get(id(own), ()), (place, attribute)):
+        for part, other in (*places.get(id(buffer), ()), (place, attribute)):
             part._buffers[other] = loaded
 
 

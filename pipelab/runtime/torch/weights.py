@@ -100,21 +100,23 @@ class VersionedStage(CountingStage):
         super().__init__(device, options, first=first, last=last)
         self.module, self.ties, self.copies = module, ties, copies
         self.slices, self.splits = slices, splits
+        self._modes: list[tuple[nn.Module, bool]] = []  # of the module's parts in training
+        self._before: list[tuple[str, Tensor]] = []  # buffers before an evaluation
         self._past: dict[int, Any] = {}  # by slice, what its forward has left for the next one
         self._away: dict[int, Offloaded] = {}  # by micro-batch
         self._owed: dict[int, list[Tensor | None]] = {}  # by slice, the gradients of that
         self.draws = {True: True} if draws else {}
         self.weights = {0: _summed_wide(dict(module.named_parameters()))}
         # Where each weight stands in the module; in several places if layers share it.
-        own = {id(p): name for name, p in self.weights[0].items()}
+        names_of = {id(p): name for name, p in self.weights[0].items()}
         self._places = [
-            (part._parameters, attribute, own[id(p)])
+            (part._parameters, attribute, names_of[id(p)])
             for part in module.modules()
             for attribute, p in part._parameters.items()
             if p is not None
         ]
         self._bound: dict[str, nn.Parameter] = {}  # the version that stands there
-        self._parts = [part for part in module.modules() if part._buffers]
+        self._buffered = [part for part in module.modules() if part._buffers]
         if start:
             self._load(start)
         buffers = dict(module.named_buffers())
@@ -140,7 +142,7 @@ class VersionedStage(CountingStage):
         trained = [self._handles[name] for name in self._trained]
         called = [names[name] for name in self._trained]
         self.optimizer, self.schedulers = make_optimizer(self.options.optimizer, trained, called)
-        self._watch(called)
+        self._note_as_made(called)  # before a checkpoint changes them
         if start:
             load_into_modules(self.module, start.attributes, self.placed)
         if start and self.optimizer:
@@ -148,14 +150,15 @@ class VersionedStage(CountingStage):
         self._groups = self.optimizer.param_groups if self.optimizer else []
 
     def begin(self, stage: int, order: Order) -> None:
-        if self.training and not order.training:
+        if not self.training:  # an evaluated batch leaves nothing behind
+            self.take_buffers(self._before)
+            if order.training:
+                for part, trains in self._modes:
+                    part.train(trains)
+        elif not order.training:
             self._modes = [(part, part.training) for part in self.module.modules()]
             self._before = self.buffers()
             self.module.eval()
-        elif not self.training:  # an evaluated batch leaves nothing behind
-            self.take_buffers(self._before)
-            for part, trains in self._modes if order.training else ():
-                part.train(trains)
         super().begin(stage, order)
         self.device.ledger.counting = order.report or self.splits
 
@@ -191,8 +194,8 @@ class VersionedStage(CountingStage):
         self._check_unchanged()
         # On a GPU a forward that looked at its loss would wait for it: all are looked at here.
         if self.last and not self._on_cpu:
-            for k, given in self.fed.items():
-                if given.update == number and k in self.losses:
+            for k, fed in self.fed.items():
+                if fed.update == number and k in self.losses:
                     self.check_loss(k)
         # In the order of stages, so that all of them add up tied gradients to the same sum.
         news = [received[s] for s in sorted(received)] if received else []
@@ -273,13 +276,13 @@ class VersionedStage(CountingStage):
         self, number: int, received: Mapping[int, News], tied: Mapping[int, Tensor]
     ) -> Any:
         """The squared norm of the gradient; that of tied weights is told by their first stage."""
-        own = [total for name, total in self.total.items() if self.ties.get(name) not in tied]
+        gradients = [g for name, g in self.total.items() if self.ties.get(name) not in tied]
         for tie in {*self.ties.values()} & tied.keys():
             if all(s >= self.number for s, news in received.items() if tie in news.tied):
-                own.append(tied[tie])
+                gradients.append(tied[tie])
         count = self.counts.get(number, 0.0) or 1.0
         # Not a number yet: a GPU would have to be waited for.
-        norms = [torch.linalg.vector_norm(_values(gradient)) for gradient in own]
+        norms = [torch.linalg.vector_norm(_values(gradient)) for gradient in gradients]
         return sum(norm.double().square() for norm in norms) / count**2 if norms else 0.0
 
     # ---- what is asked of it between actions and afterwards
@@ -294,9 +297,9 @@ class VersionedStage(CountingStage):
 
         Replicas need a flush, so all gradients are of the latest version.
         """
-        found = self.total
-        for name, total in found.items():
-            if total.is_sparse:
+        total = self.total
+        for name, gradient in total.items():
+            if gradient.is_sparse:
                 raise ValueError(
                     f"the gradient of {name} is sparse, but replicas add up dense ones: make its "
                     "layer with sparse=False"
@@ -304,12 +307,12 @@ class VersionedStage(CountingStage):
         # All replicas send as many tensors, also of weights that one of them has not used.
         latest = self.weights[self.latest]
         gradients = [
-            found[name]
-            if name in found
+            total[name]
+            if name in total
             else torch.zeros_like(latest[name], dtype=latest[name].grad_dtype)
             for name in self._trained
         ]
-        counted = [self.counts.get(update, 0.0), *(name in found for name in self._trained)]
+        counted = [self.counts.get(update, 0.0), *(name in total for name in self._trained)]
         counts = torch.tensor(counted, dtype=torch.float64, device=self.device.device)
         return [counts, *gradients]
 
@@ -322,7 +325,7 @@ class VersionedStage(CountingStage):
 
     @property
     def has_buffers(self) -> bool:
-        return bool(self._parts)
+        return bool(self._buffered)
 
     def buffers(self) -> list[tuple[str, Tensor]]:
         return [(name, b.detach().clone()) for name, b in self.module.named_buffers()]
@@ -332,14 +335,14 @@ class VersionedStage(CountingStage):
         self._note_constants()
 
     def news(self) -> News:
-        own, tied = [], {}
+        not_tied, tied = [], {}
         for name, gradient in self.total.items():
             if name in self.ties:
                 # Dense, as the sum with another stage's is.
                 tied[self.ties[name]] = gradient.clone().to_dense()
             elif self.options.clip is not None:
-                own.append(gradient)
-        return News(float(_squares(own)), tied, dict(self.counts))
+                not_tied.append(gradient)
+        return News(float(_squares(not_tied)), tied, dict(self.counts))
 
     def held(self) -> Bytes:
         """The memory kept now, by unique storages."""
@@ -366,11 +369,11 @@ class VersionedStage(CountingStage):
 
     def frozen(self, model: nn.Module) -> dict[str, str]:
         """Digests of the untrained weights that are still those of the caller's model."""
-        given = dict(model.named_parameters())
+        originals = dict(model.named_parameters())
         return {
             name: TREES.digest(p)
             for name, p in self.weights[self.latest].items()
-            if name not in self._trained and not differ(given[name], p)
+            if name not in self._trained and not differ(originals[name], p)
         }
 
     def digests(self) -> dict[str, str]:
@@ -392,8 +395,8 @@ class VersionedStage(CountingStage):
             self._watched.check(state)
         return state
 
-    def _watch(self, names: Sequence[str]) -> None:
-        """Note what is in attributes, as made: of the optimizer and of the module."""
+    def _note_as_made(self, names: Sequence[str]) -> None:
+        """Note what is in attributes of the optimizer and of the module."""
         for name in self._moved(self.latest):
             raise ValueError(
                 f"the optimizer moves weight {name} to memory of its own when it is made, where "
@@ -435,20 +438,20 @@ class VersionedStage(CountingStage):
             self._summing = weights
             self.total = gradients
 
-    def _begun(self) -> list[Tensor]:
+    def _fresh(self) -> list[Tensor]:
         """The parts of the sum that are in new memory since the last time: mostly none.
 
         A sum of sparse gradients always is.
         """
-        found, names, self._unsettled = [], self._unsettled, []
+        fresh, names, self._unsettled = [], self._unsettled, []
         for name in names:
             gradient = self._summing[name].grad
             if gradient is not None:
-                found.append(gradient)
+                fresh.append(gradient)
                 self._of_gradients = None
             if gradient is None or gradient.layout is not torch.strided:
                 self._unsettled.append(name)
-        return found
+        return fresh
 
     # ---- the versions
 
@@ -461,7 +464,7 @@ class VersionedStage(CountingStage):
     def _note_constants(self) -> None:
         """Weights and buffers are no activations, whoever saves them."""
         every = self._every_weight()
-        self._buffers = buffers_of(self._parts)
+        self._buffers = buffers_of(self._buffered)
         buffers = (buffer for buffer in self._buffers.values() if buffer is not None)
         self.device.ledger.ignore(id(self), (*every, *buffers))
         latest = _bytes(self.weights[self.latest].values())
@@ -476,7 +479,7 @@ class VersionedStage(CountingStage):
 
     def _note_buffers(self) -> None:
         """After a forward, which may have put other tensors there."""
-        if any(now is not self._buffers.get(at) for at, now in buffers_of(self._parts).items()):
+        if any(now is not self._buffers.get(at) for at, now in buffers_of(self._buffered).items()):
             self._note_constants()
 
     @property
@@ -486,9 +489,9 @@ class VersionedStage(CountingStage):
 
 def _parameter(data: Tensor, like: nn.Parameter) -> nn.Parameter:
     """Another version of a weight, with its attributes, which optimizers may look at."""
-    made = nn.Parameter(data, like.requires_grad)
-    vars(made).update(vars(like))
-    return made
+    parameter = nn.Parameter(data, like.requires_grad)
+    vars(parameter).update(vars(like))
+    return parameter
 
 
 def _summed_wide(weights: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
