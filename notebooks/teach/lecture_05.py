@@ -63,6 +63,14 @@ def reads(k: int, m: int) -> int:
     return max(k // m - 1, 0)
 
 
+def beside_gpipe(devices: int, microbatches: int, batches: int) -> float:
+    """How many times as long as GPipe 2BW takes."""
+    names = "pipedream_2bw", "gpipe"
+    tables = (make(name, devices, microbatches, batches=batches) for name in names)
+    ours, theirs = (simulate(table).makespan for table in tables)
+    return ours / theirs
+
+
 EXERCISES = {
     # (micro-batch, micro-batches of a mini-batch) -> the version that it reads under 2BW.
     "05-1": write(
@@ -98,5 +106,11 @@ GUESSES = {
     "05-a": Guess(
         lambda: simulate(make("pipedream_2bw", 4, 8, batches=5)).makespan,
         "How often does it fill and drain?",
-    )
+    ),
+    "05-b": Guess(
+        lambda: beside_gpipe(4, 4, 6),
+        "Count in forward-backward pairs: how many for micro-batches, how many to fill and drain?",
+        tolerance=0.02,
+        slips={4 / 7: "So it would be with endlessly many mini-batches."},
+    ),
 }

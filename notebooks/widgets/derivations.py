@@ -96,8 +96,8 @@ def in_flight(p: int = 4, m: int = 8, s: int = 0) -> Derivation:
     held, last = p - s, p - 1
     steps = [
         Step(
-            f"Device {s} holds micro-batch 0 until backward 0 ends. It passes p - s stages, down "
-            f"and back: {3 * held}. Until then device {s} frees nothing.",
+            f"Device {s} holds micro-batch 0 until backward 0 ends. Micro-batch 0 passes p - s "
+            f"stages, down and back: {3 * held}. Until then device {s} frees nothing.",
             "trip",
             cells(range(s, p), "FB", [0]),
         ),
@@ -109,7 +109,7 @@ def in_flight(p: int = 4, m: int = 8, s: int = 0) -> Derivation:
         ),
         Step(
             f"No micro-batch gets there faster than the first. So device {s} must start forward k "
-            f"at most k (F + B) after forward 0.",
+            f"no later than k (F + B) after forward 0.",
             "pace",
             cells(range(s, p), "F", range(held)),
         ),
@@ -158,14 +158,14 @@ def versions(p: int = 4, m: int = 4) -> Derivation:
             third | cells(range(p), "U", [0]),
         ),
         Step(
-            f"Is it made in time? Mini-batch b needs update b - 2. With b = 2, device 0 makes it "
-            f"after backward (b - 1) m - 1 = {m - 1}.",
+            f"Is version b - 1 made in time? Update b - 2 makes it, on device 0 right after "
+            f"backward (b - 1) m - 1. With b = 2 that is backward {m - 1}.",
             "made",
             made,
         ),
         Step(
-            f"1F1B begins mini-batch b after backward b m - p = {before}. That is later, so two "
-            f"versions are enough. They are enough down to m = p - 1.",
+            f"Device 0 starts mini-batch b right after backward b m - p, here {before}. That is "
+            f"later, so two versions are enough. They are enough down to m = p - 1.",
             "made begins",
             made | {f"0B{before}", f"0F{2 * m}"},
         ),
