@@ -43,16 +43,16 @@ EXERCISES = {
             19 / 22: "The other way round: GPipe's time over 1F1B's.",
         },
     ),
-    # Numbers a sample that x + B relu(A norm(x)) has to keep: x, and the ReLU's output.
+    # Numbers a sample that x + W2 relu(W1 norm(x)) has to keep: x, and the ReLU's output.
     "06-4": predict(
         8 + 32,
-        "What do the gradients of A and B need, and the backwards of relu and norm?",
+        "What do the gradients of W1 and W2 need, and the backwards of relu and norm?",
         {
             48: "norm(x) follows from x.",
             72: "The ReLU's input is kept for nothing: its output says where it passed.",
             80: "norm(x) follows from x, and the ReLU's output says where it passed.",
-            32: "The gradient of A needs its input.",
-            8: "A matrix product lies between x and what B's gradient needs.",
+            32: "The gradient of W1 needs its input.",
+            8: "A matrix product lies between x and what W2's gradient needs.",
         },
     ),
     "06-5": Exercise(without_a_cycle),
@@ -61,5 +61,10 @@ GUESSES = {
     "06-a": Guess(
         lambda: sum(simulate(make("pipedream_flush", 6, 100)).peak_in_flight),
         "How many does the last device hold, and the one before it?",
-    )
+    ),
+    "06-b": Guess(
+        lambda: make("pipedream_flush", 4, 8).peak_in_flight[3] / 8,
+        "How many of the eight micro-batches are in flight there?",
+        slips={4 / 8: "That is device 0."},
+    ),
 }
