@@ -13,6 +13,13 @@ def most_in_flight(p: int, v: int, m: int, d: int) -> int:
     return make("interleaved", p, m, virtual=v).peak_in_flight[d]
 
 
+def beside_1f1b(p: int, m: int) -> float:
+    """How many times as long as 1F1B a table with two chunks a device takes."""
+    tables = make("interleaved", p, m, virtual=2), make("pipedream_flush", p, m)
+    ours, theirs = (simulate(t, Costs().over(t.placement)).makespan for t in tables)
+    return ours / theirs
+
+
 EXERCISES = {
     # Four devices, four micro-batches, four chunks, F = B: saved bubble over added messages.
     "07-1": predict(
@@ -49,5 +56,11 @@ GUESSES = {
     "07-a": Guess(
         lambda: simulate(make("interleaved", 4, 12, virtual=2), Costs().split(2)).makespan,
         "The work stays 36. By how much are filling and draining shorter?",
-    )
+    ),
+    "07-b": Guess(
+        lambda: beside_1f1b(2, 2),
+        "The work takes 6. How long are filling and draining, with and without chunks?",
+        tolerance=0.02,
+        slips={1 / 2: "The bubble is halved, not the work."},
+    ),
 }
