@@ -110,6 +110,16 @@ GUESSES = {
         lambda: (
             simulate(make("pipedream_flush", 2, 2).with_transfers(), Costs(transfer=1)).makespan
         ),
-        "Write both rows down: a transfer stands in both, at the same time.",
-    )
+        "Write both rows down: a transfer occupies both devices at once.",
+    ),
+    # GPipe, m = 8, on two devices, over one device: what the run measures, but for its overheads.
+    "14-b": Guess(
+        lambda: 2 * 8 / (8 + 1),
+        "Each device works for 8 of how many turns?",
+        tolerance=0.06,
+        slips={
+            2: "That is without a bubble. Which device waits at the start, and which at the end?",
+            9 / 16: "That is how many times as long it takes.",
+        },
+    ),
 }
