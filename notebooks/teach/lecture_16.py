@@ -92,11 +92,21 @@ EXERCISES = {
 }
 GUESSES = {
     "16-a": Guess(
-        lambda: simulate(make("seq1f1b", 4, 8, slices=4)).makespan,
+        lambda: simulate(make("seq1f1b", 4, 4, slices=4)).makespan,
         "How long is one step of the fill and the drain, if a slice takes a quarter?",
         slips={
-            33 / 4: "The work stays: only the bubble is divided.",
-            24: "A slice still has to reach the last device first.",
+            21 / 4: "The work stays: only the bubble is divided.",
+            12: "A slice still has to reach the last device first.",
         },
-    )
+    ),
+    # Two passes that each compute 5 ms, wait 10 and compute 5, on one core, over one by one.
+    "16-b": Guess(
+        lambda: 25 / 40,
+        "Draw both passes on a line of time. When is the core busy?",
+        slips={
+            0.5: "While both messages are on their way, the core has nothing to do.",
+            0.75: "Both messages may be on their way at the same time.",
+            40 / 25: "That is how many times as fast it is.",
+        },
+    ),
 }
