@@ -29,10 +29,10 @@ TREES = Trees(
 )
 # (parameters, x) -> y, or (parameters, x, key) -> y where forwards draw random numbers
 Apply = Callable[..., Any]
-Part = tuple[Apply, Any]  # a stage as (function, parameters)
+Functional = tuple[Apply, Any]  # a stage as a pair: its function, and parameters
 
 
-def as_function(stage: Any, number: int) -> Part:
+def as_function(stage: Any, number: int) -> Functional:
     """A stage as (function, parameters).
 
     The function takes (parameters, x), and a key if forwards draw random numbers. A stage is an nnx
@@ -68,7 +68,7 @@ REMEDIES: dict[type[Exception], str] = {
 }
 
 
-def _of_linen(module: linen.Module, variables: Mapping[str, Any], number: int) -> Part:
+def _of_linen(module: linen.Module, variables: Mapping[str, Any], number: int) -> Functional:
     if "params" not in variables:
         return _of_linen(module, {"params": variables}, number)
     # Collections beside the parameters, such as batch statistics, stay as they are.
@@ -88,7 +88,7 @@ def _of_linen(module: linen.Module, variables: Mapping[str, Any], number: int) -
     return apply, variables["params"]
 
 
-def _of_nnx(module: nnx.Module, number: int) -> Part:
+def _of_nnx(module: nnx.Module, number: int) -> Functional:
     # nnx keeps state in objects; split and merged, it is a function of its parameters.
     graph, parameters, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
 
@@ -104,10 +104,10 @@ def _of_nnx(module: nnx.Module, number: int) -> Part:
     return apply, parameters
 
 
-def check_trained(parts: Sequence[Part]) -> None:
+def check_trained(stages: Sequence[Functional]) -> None:
     """ValueError for parameters that cannot be trained, or that two stages share."""
     owners: dict[int, int] = {}
-    for s, (_, parameters) in enumerate(parts):
+    for s, (_, parameters) in enumerate(stages):
         for path, leaf in jax.tree.leaves_with_path(parameters):
             where = f"stage {s}, parameters{jax.tree_util.keystr(path)}"
             kind = getattr(leaf, "dtype", type(leaf))
@@ -126,14 +126,14 @@ def check_trained(parts: Sequence[Part]) -> None:
                 )
 
 
-def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Part]) -> None:
+def check_optimizer(optimizer: optax.GradientTransformation, stages: Sequence[Functional]) -> None:
     """ValueError for an optimizer whose step for one stage depends on other stages.
 
     Each stage has its own state and step, so a norm over all parameters would be one over the
     stage's. Two steps of all stages, traced before training, show this. If they cannot be traced (a
     mask made for one stage), the run itself shows whether it can step.
     """
-    trees = [parameters for _, parameters in parts]
+    trees = [parameters for _, parameters in stages]
 
     def second_change(weights: Any, first: Any, second: Any) -> Any:
         # What of others came into the state by the first gradient shows in the second step.
@@ -146,7 +146,7 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
     except Exception:
         return
     owners = [s for s, tree in enumerate(trees) for _ in jax.tree.leaves(tree)]
-    for stage in range(len(parts)):
+    for stage in range(len(stages)):
         # What is still read when the results of all other stages are left out.
         _, read = dce_jaxpr(traced.jaxpr, [owner == stage for owner in owners])
         # Owners three times: of the weights, of the first gradient and of the second.
@@ -158,7 +158,7 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
                 "norm + 1e-6)"
             )
     drawn = (eqn.primitive.name == "random_bits" for eqn in all_equations(traced.eqns))
-    if len(parts) > 1 and any(drawn):
+    if len(stages) > 1 and any(drawn):
         raise ValueError(
             "the optimizer draws random numbers, which would be the same in every stage: use one "
             "without"

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pipelab.jax.arguments import TREES, Part, as_function, check_optimizer, check_trained
+from pipelab.jax.arguments import TREES, Functional, as_function, check_optimizer, check_trained
 from pipelab.jax.device import JaxDevice, jax_meshes, weight_on
 from pipelab.jax.distributed import Distributed
 from pipelab.jax.host import digest, of_trees
@@ -27,12 +27,12 @@ from pipelab.table.schedule import Schedule
 class JaxJob(Job):
     """A job on JAX stages.
 
-    parts   the row's stages by number
+    functionals  of the row's stages, by number
     shapes  per stage, each (x, target) that it is compiled for, as `jax.ShapeDtypeStruct`s
     draws   whether forwards draw random numbers
     """
 
-    parts: dict[int, Part]
+    functionals: dict[int, Functional]
     options: Options
     shapes: Sequence[Sequence[tuple[Any, Any]]]
     draws: bool
@@ -41,12 +41,12 @@ class JaxJob(Job):
         return JaxDevice(self.device)
 
     def stages(self, home: JaxDevice) -> dict[int, JaxStage]:
-        made = {}
+        stages = {}
         kinds = {action.kind for action in self.schedule.rows[self.row]}
-        for s, (apply, parameters) in self.parts.items():
+        for s, (apply, parameters) in self.functionals.items():
             ends = {"first": s == 0, "last": s == self.schedule.stages - 1}
-            made[s] = JaxStage(apply, parameters, home, self.options, kinds, **ends)
-        return made
+            stages[s] = JaxStage(apply, parameters, home, self.options, kinds, **ends)
+        return stages
 
     def prepare(self, stages: dict[int, JaxStage]) -> None:
         for s, stage in stages.items():
@@ -82,11 +82,11 @@ class JaxBackend(Backend):
             )
         self.seeded, self.made = options.seed is not None, Made()
         # Stages are looked at before a launcher is started: nothing is to be cleaned up.
-        self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]
+        self.functionals = [as_function(stage, s) for s, stage in enumerate(stages)]
         if options.training:
-            check_trained(self.parts)
+            check_trained(self.functionals)
         self.devices = jax_meshes(options.devices, schedule.devices)
-        for s, (_, parameters) in enumerate(self.parts):
+        for s, (_, parameters) in enumerate(self.functionals):
             for path, w in jax.tree.leaves_with_path(parameters):
                 name = f"stage {s}, parameters{jax.tree_util.keystr(path)}"
                 weight_on(self.devices[schedule.placement[s]], w, name)
@@ -95,29 +95,29 @@ class JaxBackend(Backend):
             self.launcher = Distributed(self._firsts, options.timeout, schedule.to_csv())
 
     def check_optimizer(self) -> None:
-        check_optimizer(self.options.optimizer, self.parts)
+        check_optimizer(self.options.optimizer, self.functionals)
 
     def look_at(self, batches: Sequence[Any]) -> None:
         count = min(self.schedule.microbatches, samples_of(batches[0], TREES))
         pieces = cut_batch(batches[0], count, 0, TREES)
-        self.shapes = _shapes(self.parts, self.options.loss, pieces, self.seeded)
+        self.shapes = _shapes(self.functionals, self.options.loss, pieces, self.seeded)
 
     def digests(self) -> dict[str, str | None]:
         # Processes may differ in their patience, and in how they name the same devices.
         options = self.options
-        own = dict.fromkeys(("timeout", "devices", "loss", "optimizer"))
+        apart = dict.fromkeys(("timeout", "devices", "loss", "optimizer"))
         meshes = [(mesh.shape, [d.id for d in mesh.devices.flat]) for mesh in self.devices]
-        asked = digest({**vars(options), **own}, meshes)
+        asked = digest({**vars(options), **apart}, meshes)
         digests: dict[str, str | None] = {"what `run` was asked for": asked}
-        last = len(self.parts) - 1
+        last = len(self.functionals) - 1
         # What cannot be traced has no shapes, or fails; the run says where.
-        for s, (part, shapes) in enumerate(zip(self.parts, self.shapes, strict=True)):
+        for s, (functional, shapes) in enumerate(zip(self.functionals, self.shapes, strict=True)):
             with suppress(Exception):
                 ends, draws = (s == 0, s == last), self.seeded
-                found = [digest_of(part, options, of, ends, draws) for of in shapes]
+                traced = [digest_of(functional, options, of, ends, draws) for of in shapes]
                 name = f"stage {s} with the loss" if s == last else f"stage {s}"
-                digests[name] = digest(found) if found else None
-        weights = [parameters for _, parameters in self.parts]
+                digests[name] = digest(traced) if traced else None
+        weights = [parameters for _, parameters in self.functionals]
         if options.optimizer:
             with suppress(Exception):
                 digests["the optimizer"] = digest_of_optimizer(options.optimizer, weights)
@@ -126,9 +126,9 @@ class JaxBackend(Backend):
         )
 
     def job(self, **fields: Any) -> JaxJob:
-        pairs = zip(self.parts, self.schedule.placement, strict=True)
-        parts = {s: part for s, (part, d) in enumerate(pairs) if d == fields["row"]}
-        return JaxJob(parts=parts, shapes=self.shapes, draws=self.seeded, **fields)
+        pairs = zip(self.functionals, self.schedule.placement, strict=True)
+        functionals = {s: one for s, (one, d) in enumerate(pairs) if d == fields["row"]}
+        return JaxJob(functionals=functionals, shapes=self.shapes, draws=self.seeded, **fields)
 
     @property
     def _firsts(self) -> list[jax.Device]:
@@ -143,11 +143,11 @@ class JaxBackend(Backend):
         device = self._checks_on
         alike = {*kernels.values()} == {(1, device.device_kind)}
         return JaxModel(
-            self.parts, self.options, device, self.made, start=start, first=first, alike=alike
+            self.functionals, self.options, device, self.made, start=start, first=first, alike=alike
         )
 
     def size(self) -> tuple[int, int]:
-        weights = jax.tree.leaves([parameters for _, parameters in self.parts])
+        weights = jax.tree.leaves([parameters for _, parameters in self.functionals])
         return sum(w.nbytes for w in weights), sum(w.size for w in weights)
 
     def free(self) -> float:
@@ -157,7 +157,7 @@ class JaxBackend(Backend):
 
 
 def _shapes(
-    parts: Sequence[Part], loss: Any, pieces: Sequence[tuple[Any, Any]], draws: bool
+    stages: Sequence[Functional], loss: Any, pieces: Sequence[tuple[Any, Any]], draws: bool
 ) -> list[list[tuple[Any, Any]]]:
     """Per stage, the (x, target) of each size of micro-batch.
 
@@ -165,7 +165,7 @@ def _shapes(
     mutable array of others.
     """
     # Shapes go through the stages as arrays will, and cost nothing.
-    found: list[list[tuple[Any, Any]]] = [[] for _ in parts]
+    by_stage: list[list[tuple[Any, Any]]] = [[] for _ in stages]
     impure: list[str] = []
 
     def trace(name: str, function: Any, *of: Any) -> Any:
@@ -179,8 +179,8 @@ def _shapes(
     for piece in each_size.values():
         x, target = jax.eval_shape(lambda data: data, piece)
         with suppress(Exception):
-            for s, (apply, parameters) in enumerate(parts):
-                found[s].append((x, target if s == len(parts) - 1 else None))
+            for s, (apply, parameters) in enumerate(stages):
+                by_stage[s].append((x, target if s == len(stages) - 1 else None))
                 x = trace(f"stage {s}", apply, parameters, x, *key)
             trace("the loss", loss, x, target)
     if impure:
@@ -188,4 +188,4 @@ def _shapes(
             f"{impure[0]} uses a mutable array (jax.new_ref) made outside of it, which compiling "
             "and checking would change, too: make it inside, or output its values"
         )
-    return found
+    return by_stage

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pipelab.jax.arguments import TREES, Part
+from pipelab.jax.arguments import TREES, Functional
 from pipelab.jax.host import named, names
 from pipelab.jax.jaxpr import all_equations
 from pipelab.jax.passes import EXACT
@@ -42,7 +42,7 @@ class JaxLibrary(Library):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        stages: Sequence[Functional],
         options: Options,
         device: jax.Device,
         made: "Made",
@@ -50,11 +50,11 @@ class JaxLibrary(Library):
     ) -> None:
         self.options, self.device, self.wide = options, device, wide
         self.double = bool(jax.config.read("jax_enable_x64"))  # the caller's
-        self.stages = len(parts)
-        self.applies = [apply for apply, _ in parts]
-        self.specs: list[Any] = [jax.tree.structure(parameters) for _, parameters in parts]
-        self.names = [names(parameters) for _, parameters in parts]
-        losses = [None] * (len(parts) - 1) + [options.loss]
+        self.stages = len(stages)
+        self.applies = [apply for apply, _ in stages]
+        self.specs: list[Any] = [jax.tree.structure(parameters) for _, parameters in stages]
+        self.names = [names(parameters) for _, parameters in stages]
+        losses = [None] * (len(stages) - 1) + [options.loss]
         self._programs = [*map(made.programs, self.applies, losses)]
 
     def place(self, weights: Weights) -> Weights:
@@ -207,7 +207,7 @@ class Made:
 class JaxModel:
     """See `replay.Model`.
 
-    parts  the stages as (function, parameters)
+    functionals  of the stages
     made   what earlier checks of the same run have compiled
     start  by stage, what training goes on from; `first` is the latest version there
     """
@@ -222,7 +222,7 @@ class JaxModel:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        functionals: Sequence[Functional],
         options: Options,
         device: jax.Device,
         made: Made,
@@ -231,15 +231,17 @@ class JaxModel:
         first: int,
         alike: bool,
     ) -> None:
-        self.parts, self.options, self.device = parts, options, device
+        self.functionals, self.options, self.device = functionals, options, device
         self.start, self.first, self.made = start, first, made
-        self.ties = [{} for _ in parts]
+        self.ties = [{} for _ in functionals]
         self.names = [
             {name: f"{name} of stage {s}" for name in names(parameters)}
-            for s, (_, parameters) in enumerate(parts)
+            for s, (_, parameters) in enumerate(functionals)
         ]
         self.returned = self.names
-        types = [leaf.dtype for _, parameters in parts for leaf in jax.tree.leaves(parameters)]
+        types = [
+            leaf.dtype for _, parameters in functionals for leaf in jax.tree.leaves(parameters)
+        ]
         coarsest = max(types, key=lambda t: float(jnp.finfo(t).eps), default=jnp.dtype("float32"))
         self.precision = jnp.finfo(coarsest).dtype.name
         # XLA fuses each program in its own way. Where a type has few digits, these say what is
@@ -249,10 +251,10 @@ class JaxModel:
     def history(self) -> list[dict[int, Weights]]:
         if self.start:
             return [{v: named(w) for v, w in state.weights.items()} for state in self.start]
-        return [{self.first: named(parameters)} for _, parameters in self.parts]
+        return [{self.first: named(parameters)} for _, parameters in self.functionals]
 
     def library(self, wide: str = "") -> JaxLibrary:
-        return JaxLibrary(self.parts, self.options, self.device, self.made, wide)
+        return JaxLibrary(self.functionals, self.options, self.device, self.made, wide)
 
     def truth(self) -> JaxLibrary:
         # In float64 forwards would draw other numbers, and nothing is wider than float64. The same
@@ -263,9 +265,9 @@ class JaxModel:
         return library
 
     def whole(self, wide: str) -> JaxLibrary:
-        applies, parameters = zip(*self.parts, strict=True)
-        part = self.made.in_turn(applies), [*parameters]
-        return JaxLibrary([part], self.options, self.device, self.made, wide)
+        applies, parameters = zip(*self.functionals, strict=True)
+        one = self.made.in_turn(applies), [*parameters]
+        return JaxLibrary([one], self.options, self.device, self.made, wide)
 
     def optimizer(self) -> "JaxSteps":
         return JaxSteps(self)
@@ -322,7 +324,7 @@ class JaxSteps:
         self.states: Any = [state.optimizer for state in model.start]
         if not model.start:
             # From the host: those of a mesh would draw the replay there.
-            parameters = jax.device_get([parameters for _, parameters in model.parts])
+            parameters = jax.device_get([parameters for _, parameters in model.functionals])
             self.states = list(map(optimizer.init, parameters))
         self._step = model.made.stepped(optimizer)
 

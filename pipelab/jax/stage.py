@@ -14,7 +14,7 @@ import optax
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
-from pipelab.jax.arguments import Apply, Part
+from pipelab.jax.arguments import Apply, Functional
 from pipelab.jax.device import JaxDevice, bytes_on_mesh
 from pipelab.jax.host import named, names, of_program
 from pipelab.jax.jaxpr import Arrays, spec_of
@@ -306,7 +306,11 @@ def apply_to(apply: Apply, parameters: Any, inputs: Any, others: Any, seed: Any)
 
 
 def digest_of(
-    part: Part, options: Options, shapes: tuple[Any, Any], ends: tuple[bool, bool], draws: bool
+    part: Functional,
+    options: Options,
+    shapes: tuple[Any, Any],
+    ends: tuple[bool, bool],
+    draws: bool,
 ) -> str:
     """Digest of what a stage does with micro-batches of these shapes, as `compile` has them.
 

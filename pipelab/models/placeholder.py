@@ -32,6 +32,10 @@ class Tape:
     def __init__(self, until: int) -> None:
         self.until = until
         self.flows: dict[tuple[int, int], tuple[int, int]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget a forward."""
         self.given: dict[Place, Tensor] = {}
         self.used = False
         self.passed: Counter[int] = Counter()

@@ -131,31 +131,30 @@ class Around(nn.Module):
             tape.given = {place: values[name] for place, name in self.after.items()}
             tape.like = next(iter(tape.given.values()))
         # [2] `forward`, until it has called all blocks of the next list
-        tape.calls, tape.returned, tape.used = [], [], self.first
-        state, own = f"{STATE}{tape.until}", None
-        if self.draws or state in self.keeps:
-            own = random_state(tape.like.device)
+        tape.used = self.first
+        name_of_state = f"{STATE}{tape.until}"
+        keeps_state = self.draws or name_of_state in self.keeps
+        state = random_state(tape.like.device) if keeps_state else None
         # Those before are drawn again meanwhile, in a generator that a process's threads share.
         with DRAWING if self.draws else nullcontext():
             if self.draws:
                 tape.states = {p: values[name] for p, name in enumerate(self.again)}
-                tape.states[tape.until] = own
+                tape.states[tape.until] = state
                 tape.rewind(0)
             try:
                 result = result_of(self.shell(**self.inputs.of(values)))
             except Reached:
                 pass
             finally:
-                calls, used, tape.given, tape.like = tape.calls, tape.used, {}, None
-                tape.calls, tape.returned, tape.states, tape.used = [], [], {}, False
-                tape.passed.clear()
+                calls, used = tape.calls, tape.used
+                tape.clear()
         if len(calls) != self.blocks or not used:
             raise Differs("the model " + SKIPS.format(" for this batch"))
         if not self.blocks:
             for leaf in pytree.tree_leaves(result):
                 known(leaf)
             return result
-        handed = values | self._read(calls) | {state: own}
+        handed = values | self._read(calls) | {name_of_state: state}
         return {name: value for name, value in handed.items() if name in self.keeps}
 
     def _read(self, calls: Sequence[Sequence[Any]]) -> Values:

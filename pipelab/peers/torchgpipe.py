@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 from pipelab.peers import PeerRun, need
 from pipelab.peers.record import PeerRecord, StepRecorder, gather, recorded, trace_files, weights_of
 from pipelab.predict.costs import Recompute
-from pipelab.runtime.torch.copies import copies_of
+from pipelab.runtime.torch.copies import copy_modules
 from pipelab.runtime.torch.stage import Loss, OptimizerFactory
 from pipelab.runtime.worker import RunError, told
 from pipelab.table.action import Action, Kind, check_counts, insert_updates
@@ -95,7 +95,7 @@ def run_torchgpipe(
     mode = Recompute(checkpoint)
     if mode is not Recompute.NEVER:
         _check_norms(stages)
-    parts: list[Any] = list(copies_of(stages))
+    parts: list[Any] = list(copy_modules(stages))
     model: Any = GPipe(
         nn.Sequential(*(layer for part in parts for layer in part)),
         balance=[len(part) for part in parts],

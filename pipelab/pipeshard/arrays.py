@@ -83,7 +83,7 @@ def axes_in(spec: PartitionSpec) -> list[str]:
     return [axis for entry in entries for axis in entry if axis]
 
 
-def on_mesh(of: Any, mesh: Mesh | AbstractMesh, without: str = "") -> Any:
+def on_mesh(code: Any, mesh: Mesh | AbstractMesh, without: str = "") -> Any:
     """Equations, in a list or a function, with the user's sharding constraints on this mesh.
 
     without  the axis along which each device runs a function alone: it divides nothing
@@ -91,23 +91,27 @@ def on_mesh(of: Any, mesh: Mesh | AbstractMesh, without: str = "") -> Any:
     Raises PipeshardError if one names axes that the mesh does not have.
     """
     inside = partial(on_mesh, mesh=mesh, without=without)
-    if isinstance(of, ClosedJaxpr):
-        return of.replace(jaxpr=inside(of.jaxpr))
-    if isinstance(of, Jaxpr):
-        return of.replace(eqns=inside(of.eqns))
-    if type(of) in (list, tuple):  # a tuple has the branches of a cond
-        return type(of)(map(inside, of))
-    if not isinstance(of, JaxprEqn) or not contains(of, [CONSTRAINT]):
-        return of
-    if of.primitive.name != CONSTRAINT:
-        return of.replace(params={key: inside(x) for key, x in of.params.items()})
-    sharding = of.params["sharding"]
+    if isinstance(code, ClosedJaxpr):
+        return code.replace(jaxpr=inside(code.jaxpr))
+    if isinstance(code, Jaxpr):
+        return code.replace(eqns=inside(code.eqns))
+    if type(code) in (list, tuple):  # a tuple has the branches of a cond
+        return type(code)(map(inside, code))
+    if not isinstance(code, JaxprEqn) or not contains(code, [CONSTRAINT]):
+        return code
+    if code.primitive.name == CONSTRAINT:
+        return _constraint_on(code, mesh, without)
+    return code.replace(params={key: inside(x) for key, x in code.params.items()})
+
+
+def _constraint_on(eqn: JaxprEqn, mesh: Mesh | AbstractMesh, without: str) -> JaxprEqn:
+    sharding = eqn.params["sharding"]
     try:
         kept = [tuple(a for a in axes_in(PartitionSpec(e)) if a != without) for e in sharding.spec]
         here = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in kept)))
     except (AttributeError, ValueError):
         raise PipeshardError(
-            f"with_sharding_constraint ({place_of(of)}) asks for {sharding}: give a PartitionSpec "
+            f"with_sharding_constraint ({place_of(eqn)}) asks for {sharding}: give a PartitionSpec "
             f"over the axes of a stage's mesh, {mesh.axis_names}"
         ) from None
-    return of.replace(params=of.params | {"sharding": here, "context_mesh": NO_MESH})
+    return eqn.replace(params=eqn.params | {"sharding": here, "context_mesh": NO_MESH})

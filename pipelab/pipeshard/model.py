@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.jax.arguments import Part, as_function
+from pipelab.jax.arguments import Functional, as_function
 from pipelab.jax.jaxpr import (
     Arrays,
     Graph,
@@ -41,7 +41,7 @@ BY_HAND = (
 )
 
 
-def cut_model(model: Any, balance: Sequence[int], sample: Any) -> list[Part]:
+def cut_model(model: Any, balance: Sequence[int], sample: Any) -> list[Functional]:
     """Stages for `pipelab.run(..., backend="jax")`: pairs (function, parameters).
 
     model    an nnx module, or a pair: a linen module and its variables. Its blocks are a list
@@ -71,20 +71,21 @@ def cut_model(model: Any, balance: Sequence[int], sample: Any) -> list[Part]:
     whole = _Whole(apply, weights, sample)
     cut_for = cache(partial(_stages, whole, tuple(balance)))
     first, twice = cut_for(whole.samples, False), cut_for(2 * whole.samples, False)
-    parts: list[Part] = []
+    functionals: list[Functional] = []
     for s, stage in enumerate(first):
         # A later stage is given arrays of which some tell how many samples there are.
         pairs = zip(stage.receives, twice[s].receives, strict=True)
-        varying = [
-            (i, axis, size, more - size)
-            for i, shapes in enumerate(pairs)
+        growths = [
+            _Growth(whole.samples, array, axis, size, more - size)
+            for array, shapes in enumerate(pairs)
             for axis, (size, more) in enumerate(zip(*map(shape_of, shapes), strict=True))
             if size != more
         ]
-        if not varying:
+        if not growths:
             raise ValueError(f"no input array of stage {s} has a row per sample: {BY_HAND}")
-        parts.append((partial(_run, cut_for, s, whole.samples, varying[0]), stage.parameters))
-    return parts
+        last = s == len(balance) - 1
+        functionals.append((partial(_run, cut_for, s, growths[0], last), stage.parameters))
+    return functionals
 
 
 def join_weights(weights: Iterable[Mapping[str, Any]], like: Any) -> Any:
@@ -166,14 +167,14 @@ def _wide(of: Any) -> jax.ShapeDtypeStruct:
 def _numbered(paths: Sequence[Any], weights: Arrays) -> list[tuple[str, int] | None]:
     """Per weight its list of blocks, and its number there; None if it is in no list."""
     members: dict[str, dict[int, list[Any]]] = {}
-    found: list[list[tuple[str, int]]] = []
+    places: list[list[tuple[str, int]]] = []
     for path, weight in zip(paths, weights, strict=True):
-        found.append([])
+        places.append([])
         for depth, key in enumerate(path):
             word = str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
             if match := re.fullmatch(r"(.*?)_?(\d+)", word):
                 name = jax.tree_util.keystr(path[:depth]) + match[1]
-                found[-1].append((name, int(match[2])))
+                places[-1].append((name, int(match[2])))
                 rest = jax.tree_util.keystr(path[depth + 1 :])
                 members.setdefault(name, {}).setdefault(int(match[2]), []).append(
                     (rest, weight.shape)
@@ -184,7 +185,7 @@ def _numbered(paths: Sequence[Any], weights: Arrays) -> list[tuple[str, int] | N
         return bool(others) and all(other == first for other in others)
 
     # A list inside of a block is a part of it: the first of the path counts.
-    return [next((each for each in of if is_list(each[0])), None) for of in found]
+    return [next((each for each in of if is_list(each[0])), None) for of in places]
 
 
 class _Unit(NamedTuple):
@@ -205,14 +206,14 @@ def _reads(graph: Graph, of: Mapping[Var, Any], batch: Variables) -> list[set[An
     """Per equation that depends on the batch what `of` says of the weights that it reads."""
     varying = graph.depending(batch)
     known = {v: {name} for v, name in of.items()}
-    found: list[set[Any]] = []
+    read: list[set[Any]] = []
     for eqn in graph.equations:
         mine = set().union(*(known.get(v, ()) for v in variables(eqn.invars)))
         varies = not varying.isdisjoint(eqn.outvars)
-        found.append(mine if varies else set())
+        read.append(mine if varies else set())
         if not varies:  # a cast of a weight
             known.update(dict.fromkeys(eqn.outvars, mine))
-    return found
+    return read
 
 
 def _stack_of(eqn: JaxprEqn, weights: Iterable[Var]) -> Variables:
@@ -303,16 +304,18 @@ def _stages(whole: _Whole, balance: tuple[int, ...], samples: int, wide: bool) -
     # [2] What each has and hands on.
     paths = dict(zip(parameters, weights, strict=True))
     owner = {p: s for s in reversed(range(len(graphs))) for p in graphs[s].parameters}
-    found: list[_Stage] = []
-    for s, each in enumerate(graphs):
-        received = found[-1].sends if found else batch
-        mine = {p: paths[p] for p in each.parameters if owner[p] == s}
-        at_hand = {*received, *each.outputs, *each.aux_outputs, *mine}
+    stages: list[_Stage] = []
+    for s, equations in enumerate(graphs):
+        received = stages[-1].sends if stages else batch
+        mine = {p: paths[p] for p in equations.parameters if owner[p] == s}
+        at_hand = {*received, *equations.outputs, *equations.aux_outputs, *mine}
         after = [[*g.inputs, *g.aux_inputs, *g.data, *g.parameters] for g in graphs[s + 1 :]]
         sends = [v for v in dict.fromkeys(chain(*after)) if v in at_hand]
         arrays = {path: weights[path] for path in mine.values()}
-        found.append(_Stage(each, arrays, mine, received, sends or graph.outputs, graph.consts))
-    return found
+        stages.append(
+            _Stage(equations, arrays, mine, received, sends or graph.outputs, graph.consts)
+        )
+    return stages
 
 
 def _homes(
@@ -364,7 +367,8 @@ def _in_pieces(
             weights[path] = array
             keys.append(v)
             units.append(block)
-        for a, b in pieces[stacks[v]] if v in stacks else ():
+            continue
+        for a, b in pieces[stacks[v]]:
             weights[f"{path}[{a}:{b}]"] = array[a:b]
             keys.append((v, a))
             units.append((stacks[v], a, b))
@@ -441,38 +445,60 @@ def _crossing(graph: Graph, weights: Iterable[Var], batch: Variables) -> list[in
     return [*accumulate(change)]
 
 
-def _run(
-    cut_for: Callable[[int, bool], list[_Stage]],
-    s: int,
-    samples: int,
-    varying: tuple[int, int, int, int],
-    parameters: Mapping[str, Any],
-    x: Any,
-) -> Any:
-    """A stage's function: what the stage before handed on (at first, the batch) -> what it does.
+class _Growth(NamedTuple):
+    """A dimension of a stage's input that tells how many samples there are.
 
-    varying  which array, and which of its dimensions, tells how many samples there are; its size
-             for so many `samples`, and how much more it is for twice as many
+    array, axis  which array, and which of its dimensions
+    size         for so many `samples`
+    more         that it is for twice as many
     """
-    arrays, (i, axis, size, more) = jax.tree.leaves(x), varying
-    count = samples + (arrays[i].shape[axis] - size) * samples // more
-    for wide in (False, True):  # the reference of a check computes in float64
-        stages = cut_for(count, wide)
-        stage, weights = stages[s], [parameters[path] for path in stages[s].names.values()]
-        values = dict(zip([*stage.receives, *stage.names], [*arrays, *weights], strict=True))
-        if all(_type(jax.typeof(array)) == _type(v.aval) for v, array in values.items()):
-            break
-    else:
-        given = ", ".join(_type(jax.typeof(array)) for array in arrays)
-        takes = ", ".join(_type(v.aval) for v in cut_for(count, False)[s].receives)
-        raise ValueError(
-            f"stage {s} got {given}, but takes {takes} by the sample that the model was cut with: "
-            "cut it with a sample of the actual shape and type"
-        )
+
+    samples: int
+    array: int
+    axis: int
+    size: int
+    more: int
+
+    def count(self, arrays: Arrays) -> int:
+        """The samples of these."""
+        grown = arrays[self.array].shape[self.axis] - self.size
+        return self.samples + grown * self.samples // self.more
+
+
+Cuts = Callable[[int, bool], list[_Stage]]  # by the number of samples, and whether in float64
+
+
+def _run(
+    cut_for: Cuts, s: int, growth: _Growth, last: bool, parameters: Mapping[str, Any], x: Any
+) -> Any:
+    """A stage's function: what the stage before handed on (at first, the batch) -> what it does."""
+    arrays = jax.tree.leaves(x)
+    stage, values = _fitting_stage(cut_for, s, growth.count(arrays), parameters, arrays)
     made = stage.graph.whole.run(*((stage.consts | values)[v] for v in stage.graph.arguments))
     values.update(zip([*stage.graph.outputs, *stage.graph.aux_outputs], made, strict=False))
     sent = tuple(values[v] for v in stage.sends)
-    return sent[0] if stage is stages[-1] else sent
+    return sent[0] if last else sent
+
+
+def _fitting_stage(
+    cut_for: Cuts, s: int, samples: int, parameters: Mapping[str, Any], arrays: Arrays
+) -> tuple[_Stage, dict[Any, Any]]:
+    """The stage of the types of these arrays, and its variables with their values.
+
+    ValueError if there is none.
+    """
+    for wide in (False, True):  # the reference of a check computes in float64
+        stage = cut_for(samples, wide)[s]
+        weights = [parameters[path] for path in stage.names.values()]
+        values = dict(zip([*stage.receives, *stage.names], [*arrays, *weights], strict=True))
+        if all(_type(jax.typeof(array)) == _type(v.aval) for v, array in values.items()):
+            return stage, values
+    got = ", ".join(_type(jax.typeof(array)) for array in arrays)
+    takes = ", ".join(_type(v.aval) for v in cut_for(samples, False)[s].receives)
+    raise ValueError(
+        f"stage {s} got {got}, but takes {takes} by the sample that the model was cut with: "
+        "cut it with a sample of the actual shape and type"
+    )
 
 
 def _type(aval: Any) -> str:

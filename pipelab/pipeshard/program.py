@@ -5,7 +5,7 @@ Each of the four has what the one before it has, and more. None of it changes.
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -96,6 +96,10 @@ class Traced:
     def state(self) -> list[Var]:
         """The arguments that are not the batch."""
         return [v for v in self.step.arguments if v not in self.step.batch]
+
+
+def _fields(record: Traced) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def trace_microbatch(train_step: Callable, method: Pipeshard, arguments: Arguments) -> Traced:
@@ -207,7 +211,7 @@ def divide(traced: Traced, method: Pipeshard, bar: Bar) -> Divided:
             )
     graphs = cut(loss, list(parameters), traced.batch, layers, trains)
     return Divided(
-        **vars(traced) | {"loss": loss},
+        **_fields(traced) | {"loss": loss},
         layers=layers,
         shard=shard,
         graphs=graphs if trains else [graph.forward_only for graph in graphs],
@@ -328,16 +332,16 @@ def place(
     alone = {*processes} == {jax.process_index()}
     end = EndOfStep(
         step,
-        divided.combine,
-        graphs,
-        readers,
-        tasks,
-        divided.schedule.placement,
-        processes,
-        next_values,
+        combine=divided.combine,
+        graphs=graphs,
+        makers=readers,
+        tasks=tasks,
+        placement=divided.schedule.placement,
+        processes=processes,
+        next_values=next_values,
     )
     return Placed(
-        **vars(divided),
+        **_fields(divided),
         like=like,
         next_values=next_values,
         readers=readers,
@@ -473,16 +477,16 @@ def compile_stages(placed: Placed, bar: Bar) -> Program:
     if placed.connect:
         kept = ChainMap(*placed.connect().share(kept, "a step"))
     plans = tuple(_stage_plan(placed, s, stages.get(s), kept[s]) for s in range(len(placed.graphs)))
-    fields = {name: value for name, value in vars(placed).items() if name != "digests"}
-    return Program(**fields, stages=stages, plan=Plan(placed.schedule, plans, placed.auto))
+    plan = Plan(placed.schedule, plans, placed.auto)
+    return Program(**_fields(placed), stages=stages, plan=plan)
 
 
 def _stage_plan(placed: Placed, s: int, stage: CompiledStage | None, kept: int) -> StagePlan:
     graph, row = placed.graphs[s], placed.schedule.placement[s]
     devices = placed.meshes[row].devices
     arguments = {p: placed.step.parameters.get(p, p) for p in graph.steady}
-    held = graph.parameters if placed.step.trains else graph.fixed
-    held = [p for p in held if arguments[p] in placed.paths]  # others are constants
+    every = graph.parameters if placed.step.trains else graph.fixed
+    held = [p for p in every if arguments[p] in placed.paths]  # others are constants
     paths = [placed.paths[arguments[p]] for p in held]
     unsplit = stage.unsplit if stage else ()
     sent = [*graph.outputs, *graph.aux_outputs] if s < len(placed.graphs) - 1 else []
@@ -495,6 +499,7 @@ def _stage_plan(placed: Placed, s: int, stage: CompiledStage | None, kept: int) 
         parameter_bytes=sum(map(bytes_of, held)),
         activation_bytes=kept,
         sent_bytes=sum(map(bytes_of, sent)),
+        # Of other processes' stages nothing is known.
         unsplit={path: why for path, why in zip(paths, unsplit, strict=False) if why},
         all_reduced=stage.all_reduced if stage else "",
     )

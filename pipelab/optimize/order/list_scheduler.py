@@ -126,13 +126,13 @@ class _ListScheduler:
     ) -> None:
         self.problem, self.rule, self.devices, self.window = problem, rule, devices, window
         stages, kinds = range(problem.stages), problem.kinds
-        self.back = kinds[1]
+        self.back = kinds[1]  # B, or the I of a split one
         self.done = {kind: [0 for _ in stages] for kind in kinds}
         self.inputs = {kind: [deque[float]() for _ in stages] for kind in kinds}
         self.inputs[Kind.F][0].extend([0.0] * problem.microbatches)
         self.events = [(0.0, problem.placement[0])]
         self.change = reserved(problem.change) if problem.split else problem.change
-        self.most_ahead = self._in_time()
+        self.most_ahead = self._forwards_ahead()
 
     def run(self) -> GreedyOrder:
         """Until no event is left: at each one, its device starts what it can."""
@@ -146,7 +146,7 @@ class _ListScheduler:
             span = max(device.free - device.begin for device in self.devices)
         return GreedyOrder(self.problem, rows, [device.idle for device in self.devices], span)
 
-    def _in_time(self) -> list[float]:
+    def _forwards_ahead(self) -> list[float]:
         """How many forwards each stage may be ahead of its backwards."""
         problem, later, found = self.problem, 0.0, []
         back = problem.seconds[self.back]

@@ -1,11 +1,11 @@
 """The question: a model, a machine, a batch; and all its possible answers."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import combinations, pairwise, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,9 @@ MOST = 10**9  # devices, and samples of a batch
 LARGEST = 2_000_000  # actions of a table that is simulated
 BALANCED = ("time", "size")  # what a partition is balanced by
 FEW = 64  # cuts into stages: up to this many, all are tried
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class TrainingChoice(NamedTuple):
@@ -108,6 +111,11 @@ class TrainingChoice(NamedTuple):
         return self._asdict() | {"recompute": self.recompute.value, "balance": list(self.balance)}
 
 
+def _kept(method: Method) -> Method:
+    """A method that every choice asks for: the object keeps what it returned."""
+    return cached_property(lambda self: cache(partial(method, self)))  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class Problem:
     """The question.
@@ -157,16 +165,17 @@ class Problem:
     def __post_init__(self) -> None:
         check_counts(devices=self.devices, batch=self.batch)
         check_type(Machine, machine=self.machine)
+        set_field = partial(object.__setattr__, self)  # the dataclass is frozen
         if self.share is not None:
-            vars(self)["machine"] = replace(self.machine, share=self.share)
+            set_field("machine", replace(self.machine, share=self.share))
         if isinstance(self.model, Profile):
             _check_profile(self.model)
         else:
             check_type(Transformer, model=self.model)
         if self.pairs and "overlapped_1f1b" not in self.schedules:
-            vars(self)["schedules"] = (*self.schedules, "overlapped_1f1b")
+            set_field("schedules", (*self.schedules, "overlapped_1f1b"))
         if max(self.slices, default=1) > 1:
-            vars(self)["schedules"] = tuple(dict.fromkeys((*self.schedules, *SLICED)))
+            set_field("schedules", tuple(dict.fromkeys((*self.schedules, *SLICED))))
         known = (*FLUSH, *SPLIT, *ASYNCHRONOUS, *PAIRED, *SLICED)
         if {*self.schedules} & {*SLICED} and max(self.slices, default=1) < 2:
             raise ScheduleError(f"slices={self.slices}: for {SLICED[0]} give numbers above 1")
@@ -183,10 +192,7 @@ class Problem:
         defaults = (7.0, 1) if isinstance(self.model, Transformer) else (2.0, 0)
         for name, value in zip(("optimizer", "zero"), defaults, strict=True):
             if getattr(self, name) is None:
-                vars(self)[name] = value
-        # Every choice asks for these: the problem keeps what they returned.
-        for name in ("profile", "totals", "balance", "attention"):
-            vars(self)[name] = cache(getattr(self, name))
+                set_field(name, value)
 
     def _check_shared(self) -> None:
         """ValueError for devices that cannot share a layer, a sequence or the experts."""
@@ -220,6 +226,7 @@ class Problem:
         own, n = self.machine, self.devices
         return replace(own, node=min(own.node, n), rack=min(own.rack, n))
 
+    @_kept
     def profile(
         self,
         tensor: int = 1,
@@ -244,6 +251,7 @@ class Problem:
             sequence=self.sequence,
         )
 
+    @_kept
     def attention(self, **layer: Any) -> float:
         """The share of the seconds that grows with a sequence's length squared; arguments are those
         of `profile`."""
@@ -260,6 +268,7 @@ class Problem:
         # `rest` includes a token's own score.
         return (1 - rest / whole) / (1 - 1 / self.model.sequence)
 
+    @_kept
     def totals(self, **shared: Any) -> dict[str, np.ndarray]:
         """Costs of all layers before each cut; and `crossing`, the bytes across it. Arguments are
         those of `profile`."""
@@ -270,6 +279,7 @@ class Problem:
         before = np.tri(self.layers + 1, self.layers, -1, dtype=bool)
         return sums | {"crossing": profile.crossing(before)}
 
+    @_kept
     def balance(self, tensor: int, stages: int, by: str) -> tuple[int, ...]:
         """Layers a stage."""
         return tuple(split_layers(self.profile(tensor), stages, by).balance)
@@ -286,7 +296,9 @@ class Problem:
         found: dict[TrainingChoice, None] = {}
         for tensor, context in product(self.tensor, self.context):
             devices, rest = divmod(self.devices, tensor * context)
-            for p in _divisors(devices) if not rest else ():
+            if rest:
+                continue
+            for p in _divisors(devices):
                 replicas = devices // p
                 if self.batch % replicas == replicas % self.expert == 0 and p <= self.layers:
                     found |= dict.fromkeys(self._of_pipeline(p, replicas, tensor, context))
@@ -310,14 +322,16 @@ class Problem:
                     m = samples // b
                     if not _is_table(schedule, p, v, m):
                         continue
-                    again, rounds = self._recomputations(), _longest_rounds(schedule, p, m)
-                    slices = [1]
+                    ways, slices = self._recomputations(), [1]
                     if schedule in SLICED:  # whose stages do not run their forwards again
-                        again = [way for way in again if way[0] is Recompute.NEVER]
+                        ways = [(mode, keep) for mode, keep in ways if mode is Recompute.NEVER]
                         slices = [
-                            k for k in self.slices if k > 1 and _is_table(schedule, p, v, m, k)
+                            count
+                            for count in self.slices
+                            if count > 1 and _is_table(schedule, p, v, m, count)
                         ]
-                    for (recompute, keep), longest, k in product(again, rounds, slices):
+                    rounds = _longest_rounds(schedule, p, m)
+                    for (recompute, keep), longest, count in product(ways, rounds, slices):
                         yield TrainingChoice(
                             schedule=schedule,
                             pipeline=p,
@@ -331,7 +345,7 @@ class Problem:
                             keep=keep,
                             context=context,
                             longest=longest,
-                            slices=k,
+                            slices=count,
                         )
 
     def _schedules(self, p: int) -> Sequence[str]:

@@ -149,17 +149,17 @@ class Reductions:
 
         following  the next equation for a single sample, which may be the same after all
         """
-        theirs = variables(eqn.invars)
-        if eqn.primitive.name != "broadcast_in_dim" or not theirs or self._known.sizes[0] > 1:
+        large = variables(eqn.invars)
+        if eqn.primitive.name != "broadcast_in_dim" or not large or self._known.sizes[0] > 1:
             return False
         # Its operand replaces its result, so it must have as many dimensions; one of them grows.
-        mine = [self._small[v] for v in theirs]
-        if following and following.primitive is eqn.primitive and following.invars == mine:
+        small = [self._small[v] for v in large]
+        if following and following.primitive is eqn.primitive and following.invars == small:
             return False
-        every_dimension = tuple(range(len(shape_of(mine[0]))))
+        every_dimension = tuple(range(len(shape_of(small[0]))))
         if eqn.params["broadcast_dimensions"] != every_dimension:
             return False
-        return len(axes_of((mine[0], eqn.outvars[0]))) == 1
+        return len(axes_of((small[0], eqn.outvars[0]))) == 1
 
     def _leave_out(self, eqn: JaxprEqn) -> None:
         """Note the result of an equation omitted for a single sample: there, it is the operand."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import length_of, mean_losses, samples_of, slices_of
-from pipelab.runtime.torch.copies import copies_of
+from pipelab.runtime.torch.copies import copy_modules
 from pipelab.runtime.torch.state import TREES
 
 NEAR = 1e-6  # of float64 sums in another order, with room
@@ -65,10 +65,10 @@ def check_slices(
     with torch.no_grad(), torch.random.fork_rng():
         for s, stage in enumerate(stages):
             try:
-                whole, parts = _whole_and_slices(stage, x, shares)
+                whole, of_slices = _whole_and_slices(stage, x, shares)
             except Exception:
                 return
-            joined = pytree.tree_map(lambda *of: _joined(of), *parts)
+            joined = pytree.tree_map(lambda *of: _joined(of), *of_slices)
             if not all(map(_near, pytree.tree_leaves(joined), pytree.tree_leaves(whole))):
                 raise ValueError(
                     f"stage {s} computes something else of slices than of whole sequences, so it "
@@ -76,11 +76,11 @@ def check_slices(
                     "layers whose take_slice(x, past) keeps what later slices need, or a schedule "
                     "without slices"
                 )
-            x, pairs = whole, parts
+            x, pairs = whole, of_slices
         # The loss of the whole, and the mean over its slices.
         targets = slices_of(target, shares, TREES)
-        found = [_mean_of(loss, y, t) for y, t in zip(pairs, targets, strict=True)]
-        (mean,), (expected, _) = mean_losses(found, 1), _mean_of(loss, x, target)
+        means = [_mean_of(loss, y, t) for y, t in zip(pairs, targets, strict=True)]
+        (mean,), (expected, _) = mean_losses(means, 1), _mean_of(loss, x, target)
         if abs(mean - expected) > NEAR * abs(expected):
             raise ValueError(
                 f"the loss of whole sequences is {expected:.6g}, but the mean over their slices is "
@@ -91,16 +91,16 @@ def check_slices(
 
 def _whole_and_slices(stage: nn.Module, x: Any, shares: Sequence[float]) -> tuple[Any, list[Any]]:
     """The outputs of whole sequences, and slice by slice."""
-    (copied,) = copies_of([stage])
+    (copied,) = copy_modules([stage])
     copied.double()
     device = next((p.device for p in copied.parameters()), None)
     x = pytree.tree_map_only(Tensor, lambda t: _wide(t.to(device)), x)
     whole, _ = copied(x, ())
-    parts, past = [], ()
+    outputs, past = [], ()
     for part in slices_of(x, shares, TREES):
         y, past = copied(part, past)
-        parts.append(y)
-    return whole, parts
+        outputs.append(y)
+    return whole, outputs
 
 
 def _mean_of(loss: Callable[..., Any], y: Any, target: Any) -> tuple[float, float]:
@@ -115,9 +115,9 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    tensors = isinstance(parts[0], Tensor) and parts[0].ndim > 1
-    return torch.cat([*parts], 1) if tensors else parts[0]
+def _joined(outputs: Sequence[Any]) -> Any:
+    tensors = isinstance(outputs[0], Tensor) and outputs[0].ndim > 1
+    return torch.cat([*outputs], 1) if tensors else outputs[0]
 
 
 def _near(a: Any, b: Any) -> bool:

@@ -80,16 +80,16 @@ class Attributes:
                 if id(value) in self._passed or id(value) in around:
                     continue
                 looked += 1
-                for key, part in _parts(value):
+                for key, item in _items(value):
                     if isinstance(key, str) and key in BY_GROUP:
                         continue
                     known = self._weights.get(id(key))
                     key = repr(key) if known is None else f"weight {known}"
-                    waiting.append((f"{path}[{key}]", part, (*around, id(value))))
+                    waiting.append((f"{path}[{key}]", item, (*around, id(value))))
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The parts of a container or an object, with their keys."""
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The items of a container or the attributes of an object, with their keys."""
     match value:
         case torch.Generator():
             yield "state", value.get_state()
@@ -119,8 +119,8 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         case _:
             state: Any
             try:
-                own = type(value).__reduce__ is not object.__reduce__  # as a logger has it
-                if hasattr(value, "__dict__") and not own:
+                reduces = type(value).__reduce__ is not object.__reduce__  # as a logger has it
+                if hasattr(value, "__dict__") and not reduces:
                     state = object.__getstate__(value)
                 else:
                     state = value.__reduce_ex__(2)[1:]
@@ -137,13 +137,13 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
     """Whether a file can hold it: tensors, numbers and texts, in lists, tuples and dicts."""
     if type(value) in (dict, OrderedDict, Counter):
-        parts = [*value, *value.values()]
+        items = [*value, *value.values()]
     elif type(value) in (list, tuple, set, torch.Size):
-        parts = [*value]
+        items = [*value]
     else:
         return isinstance(value, PLAIN)
     inside = *around, id(value)
-    return id(value) not in around and all(is_plain(part, inside) for part in parts)
+    return id(value) not in around and all(is_plain(item, inside) for item in items)
 
 
 # ---- of optimizers
@@ -173,13 +173,13 @@ class OptimizerWatch:
         if now == self._as_made:
             return
         weights = {name: copy.copy(p) for name, p in self.weights.items()}
-        made = self._make([*weights.values()])
-        state.load_optimizer(*made, weights)
+        again = self._make([*weights.values()])
+        state.load_optimizer(*again, weights)
         owners = self.optimizer, *self.schedulers, *self.weights.values()
-        loaded = _of_optimizers(*made, weights)
+        loaded = _of_optimizers(*again, weights)
         loaded[1 + len(self.schedulers) :] = self._as_made[1 + len(self.schedulers) :]
-        for owner, before, others, own in zip(owners, self._as_made, loaded, now, strict=True):
-            for name in set(changed(before, own)) & set(changed(others, own)):
+        for owner, before, others, after in zip(owners, self._as_made, loaded, now, strict=True):
+            for name in set(changed(before, after)) & set(changed(others, after)):
                 raise ValueError(
                     f"{name} of {type(owner).__name__} changes while it trains, but its "
                     "state_dict() and load_state_dict() do not carry it, so a checkpoint would "
@@ -193,9 +193,9 @@ def _of_optimizers(
     """Of each, and of each weight, what its attributes hold, and how the weights are grouped."""
     every = [optimizer, *schedulers]
     attributes = Attributes(TREES, weights.values(), every)
-    found = [attributes.of(owner, OF_TORCH) for owner in every]
-    found[0]["param_groups"] = [len(group["params"]) for group in optimizer.param_groups]
-    return found + [attributes.of(weight) for weight in weights.values()]
+    held = [attributes.of(owner, OF_TORCH) for owner in every]
+    held[0]["param_groups"] = [len(group["params"]) for group in optimizer.param_groups]
+    return held + [attributes.of(weight) for weight in weights.values()]
 
 
 # ---- of modules
@@ -215,13 +215,13 @@ def kept_by_modules(
     ValueError for a change that a checkpoint cannot hold; a warning for one in a hook, which may
     only note what it sees.
     """
-    found, now = {}, of_modules(module, weights)
+    kept, now = {}, of_modules(module, weights)
     for name, part in module.named_modules():
         told = type(part).get_extra_state is not nn.Module.get_extra_state
         for attribute in changed(before.get(name, {}), now[name]):
             value, owner = getattr(part, attribute), f"{name or 'it'} ({type(part).__name__})"
             if is_plain(value):
-                found[f"{name}.{attribute}"] = value
+                kept[f"{name}.{attribute}"] = value
             elif attribute.endswith("_hooks"):
                 warnings.warn(
                     f"what {attribute} of {owner} keep has changed, and a checkpoint does not hold "
@@ -235,8 +235,8 @@ def kept_by_modules(
                     "get_extra_state and set_extra_state"
                 )
         if told:
-            found[f"{name}.{EXTRA}"] = part.get_extra_state()
-    return copied_together(found, lambda tensor: tensor.to("cpu", copy=True))
+            kept[f"{name}.{EXTRA}"] = part.get_extra_state()
+    return copied_together(kept, lambda tensor: tensor.to("cpu", copy=True))
 
 
 Look = Callable[[], dict[str, dict[str, Any]]]  # by the names of parts, what attributes hold

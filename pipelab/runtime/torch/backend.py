@@ -26,7 +26,7 @@ from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.alike import check_alike, check_memory, check_slices, shared_buffers
 from pipelab.runtime.torch.checkpoint import Index
-from pipelab.runtime.torch.copies import copies_of
+from pipelab.runtime.torch.copies import copy_modules
 from pipelab.runtime.torch.cuda import torch_device
 from pipelab.runtime.torch.device import CpuDevice, check_modes, kind_of_device
 from pipelab.runtime.torch.names import device_names, find_device, find_part, names_in
@@ -69,7 +69,7 @@ class TorchJob(Job):
 
     def __getstate__(self) -> dict[str, Any]:
         """Its fields for another process, which else would open the caller's GPU beside its own."""
-        return vars(self) | {"modules": {s: _on_host(of) for s, of in self.modules.items()}}
+        return vars(self) | {"modules": {s: _on_host(module) for s, module in self.modules.items()}}
 
     def home(self) -> CpuDevice:
         row, overlapped = self.schedule.rows[self.row], self.schedule.overlapped
@@ -78,17 +78,17 @@ class TorchJob(Job):
         return torch_device(self.device, self.rank, {a.stage for a in row} if apart else ())
 
     def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
-        made = {}
+        stages = {}
         for s, module in self.modules.items():
             with home.working(s):
-                made[s] = self._stage(s, module, home)
+                stages[s] = self._stage(s, module, home)
                 if self.options.save:  # tell now, and not after the training
-                    checkpoint.packed(s, made[s].optimizer_state())
-        return made
+                    checkpoint.packed(s, stages[s].optimizer_state())
+        return stages
 
     def _stage(self, s: int, module: nn.Module, home: CpuDevice) -> TorchStage:
         # Every rank trains copies: the caller's modules stay as they are.
-        (copied,) = copies_of([module])
+        (copied,) = copy_modules([module])
         copied.to(home.device)
         return TorchStage(
             copied,
@@ -141,13 +141,13 @@ class TorchBackend(Backend):
         check_replicas(schedule, options.replicas)
         if options.training:
             check_stages(stages)
-            own = stages[: schedule.model_stages]
-            check_statistics(own)
-            check_memory(own)
-            check_registered(own, options.loss)
+            one_copy = stages[: schedule.model_stages]
+            check_statistics(one_copy)
+            check_memory(one_copy)
+            check_registered(one_copy, options.loss)
             if schedule.copies > 1 or options.replicas > 1:
-                check_alike(own)
-            self._shared = shared_buffers(own) * schedule.copies
+                check_alike(one_copy)
+            self._shared = shared_buffers(one_copy) * schedule.copies
             if options.recompute is not Recompute.NEVER:
                 check_generators(stages)
             self.ties = find_ties(schedule, stages)
@@ -208,12 +208,17 @@ class TorchBackend(Backend):
 
     def check_optimizer(self) -> None:
         told: dict[str, None] = {}
-        for s, state in self.start.items() if self.launcher.first else ():
-            trained = {n: p for n, p in self.stages[s].named_parameters() if p.requires_grad}
-            own, names = {n: copy.copy(p) for n, p in trained.items()}, self._names[s]
-            factory, called = self.options.optimizer, [names[n] for n in own]
-            made, schedulers = make_optimizer(factory, [*own.values()], called)
-            told |= dict.fromkeys(state.other_rates(made, schedulers, own) if made else ())
+        starts = self.start if self.launcher.first else {}
+        for s, state in starts.items():
+            weights = {
+                name: copy.copy(p)
+                for name, p in self.stages[s].named_parameters()
+                if p.requires_grad
+            }
+            called = [self._names[s][name] for name in weights]
+            made = make_optimizer(self.options.optimizer, [*weights.values()], called)
+            if made[0]:
+                told |= dict.fromkeys(state.other_rates(*made, weights))
         for text in told:  # once, whatever stages and processes it is true of
             warnings.warn(text, stacklevel=4)
 
@@ -227,28 +232,28 @@ class TorchBackend(Backend):
         return [s for s, d in enumerate(table.placement) if d in rows or every]
 
     def job(self, **fields: Any) -> TorchJob:
-        own = [s for s, d in enumerate(self.schedule.placement) if d == fields["row"]]
+        stages = [s for s, d in enumerate(self.schedule.placement) if d == fields["row"]]
         return TorchJob(
-            modules={s: self.stages[s] for s in own},
+            modules={s: self.stages[s] for s in stages},
             draws=self.draws,
             ties=self.ties,
-            start={s: self.start[s] for s in own if self.start},
-            names={s: self._names[s] for s in own},
-            shared={s: self._shared[s] for s in own},
+            start={s: self.start[s] for s in stages if self.start},
+            names={s: self._names[s] for s in stages},
+            shared={s: self._shared[s] for s in stages},
             **fields,
         )
 
     def digests(self) -> dict[str, str | None]:
         """Digests of the weights used here: replicas, the replay and ties must start equal."""
-        found: dict[str, str | None] = {}
+        digests: dict[str, str | None] = {}
         if self.start:  # all begin with the files of one checkpoint
-            return found
+            return digests
         for s in self._here(checks=bool(self.options.check)):
             stage, ties = self.stages[s], self.ties[s]
             for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-                of = f"{name} of stage {s}" if name not in ties else f"tied weight {ties[name]}"
-                found[of] = TREES.digest(tensor)
-        return found
+                label = f"tied weight {ties[name]}" if name in ties else f"{name} of stage {s}"
+                digests[label] = TREES.digest(tensor)
+        return digests
 
     @property
     def _checks_on(self) -> torch.device:
@@ -337,7 +342,7 @@ class TorchBackend(Backend):
 def _on_host(module: nn.Module) -> nn.Module:
     """The module, or a copy of one that is on a GPU."""
     tensors = (*module.parameters(), *module.buffers())
-    return copies_of([module])[0].cpu() if any(t.is_cuda for t in tensors) else module
+    return copy_modules([module])[0].cpu() if any(t.is_cuda for t in tensors) else module
 
 
 def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
@@ -347,14 +352,14 @@ def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
 
         ranks, count = Ranks(options.timeout, table.to_csv()), torch.cuda.device_count()
         # Each rank of a machine takes a GPU of its own, as far as there are enough.
-        own = f"cuda:{(ranks.local or 0) % count}" if count else None
+        gpu = f"cuda:{(ranks.local or 0) % count}" if count else None
         if ranks.local is None and count > 1 and options.devices is None:
             warnings.warn(
                 f"the launcher does not tell this process its LOCAL_RANK, so it takes cuda:0 of "
                 f"{count} GPUs, and others of this machine do, too: set it, or name the devices",
                 stacklevel=2,
             )
-        names = device_names(table, own if options.devices is None else options.devices)
+        names = device_names(table, gpu if options.devices is None else options.devices)
         check_whole(names)
         return ranks, names
     names = device_names(table, options.devices)
@@ -455,7 +460,7 @@ def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str,
             owners.setdefault(id(p), []).append((s, name))
     # A tie is a weight that several places have; its number is the same in all of them.
     ties: list[dict[str, int]] = [{} for _ in stages]
-    for number, shared in enumerate(found for found in owners.values() if len(found) > 1):
+    for number, shared in enumerate(places for places in owners.values() if len(places) > 1):
         for s, name in shared:
             ties[s][name] = number
         if schedule.asynchronous:

@@ -53,7 +53,7 @@ class Index:
         try:
             content = json.loads(regular(folder / INDEX).read_text())
             digest = content.pop("digest")
-            found = _digest_of(content)
+            computed = _digest_of(content)
             content.pop("owner", None)  # of older versions
             index = cls(**content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -61,7 +61,7 @@ class Index:
                 f"{folder} does not hold a checkpoint ({type(error).__name__}: {error}): name a "
                 "folder that `save` wrote"
             ) from None
-        if digest != found or not index._is_sound():
+        if digest != computed or not index._is_sound():
             raise ValueError(
                 f"{folder / INDEX} was changed after it was written: use another checkpoint"
             )

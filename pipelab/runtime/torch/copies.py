@@ -43,7 +43,7 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or id(tensor) if strided else id(tensor)
 
 
-def copies_of(modules: Sequence[nn.Module], *, empty: bool = False) -> nn.ModuleList:
+def copy_modules(modules: Sequence[nn.Module], *, empty: bool = False) -> nn.ModuleList:
     """Copies made together, so tied weights stay one; with the weights' attributes.
 
     empty  whether the weights have no values, and take no memory
@@ -100,20 +100,20 @@ def compiled_in(module: nn.Module) -> Compiled:
     As functions with their compilers. ValueError for other functions around the module: in a copy,
     they would compute with the caller's weights.
     """
-    found: Compiled = {}
+    compiled: Compiled = {}
     for name, value in vars(module).items():
         if not isinstance(value, FunctionType):
             continue
         nonlocals = closure_of(value)
         method: Any = getattr(value, "_torchdynamo_orig_callable", None)
         if getattr(method, "__self__", None) is module and "self" in nonlocals:
-            found[name] = method.__func__, nonlocals["self"]  # torch keeps it nowhere else
+            compiled[name] = method.__func__, nonlocals["self"]  # torch keeps it nowhere else
         elif any(getattr(held, "__self__", held) is module for held in nonlocals.values()):
             raise ValueError(
                 f"{name} of a {type(module).__name__} is a function around the module itself, and "
                 "cannot be copied for each stage: make it a method of a subclass"
             )
-    return found
+    return compiled
 
 
 def compile_as(module: nn.Module, compiled: Compiled) -> None:

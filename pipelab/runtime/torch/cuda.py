@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from pipelab.runtime.orders import Order
 from pipelab.runtime.torch.device import NO_CONTEXT, CpuDevice
 from pipelab.runtime.torch.names import find_device
-from pipelab.runtime.torch.streams import copies_of, receiving_on, stream_of
+from pipelab.runtime.torch.streams import copy_stream, receiving_on, stream_of
 
 
 class CudaDevice(CpuDevice):
@@ -74,9 +74,9 @@ class CudaDevice(CpuDevice):
     @contextmanager
     def working(self, stage: int) -> Iterator[None]:
         before = self.stream, self.computing
-        own = self.stream = self.computing = self.of_stages.get(stage, self.computing)
+        used = self.stream = self.computing = self.of_stages.get(stage, self.computing)
         try:
-            with torch.cuda.stream(own) if self.apart else NO_CONTEXT:
+            with torch.cuda.stream(used) if self.apart else NO_CONTEXT:
                 yield
         finally:
             self.stream, self.computing = before
@@ -130,7 +130,7 @@ class CudaDevice(CpuDevice):
     @contextmanager
     def copying(self) -> Iterator[None]:
         # A stream of its own, which marks of time are then of, too.
-        copies = self.copies = copies_of(self.computing)
+        copies = self.copies = copy_stream(self.computing)
         copies.wait_stream(self.stream)
         self.stream = copies
         try:

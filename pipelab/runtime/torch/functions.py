@@ -12,11 +12,11 @@ INSTALLED = "site-packages", "dist-packages", "<frozen", "/lib/python"
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
     """The values of a function's closure, by name."""
-    found, cells = {}, function.__closure__ or ()
+    values, cells = {}, function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
         with suppress(ValueError):  # not set yet
-            found[name] = cell.cell_contents
-    return found
+            values[name] = cell.cell_contents
+    return values
 
 
 def globals_of(function: FunctionType, code: CodeType | None = None) -> Iterator[tuple[str, Any]]:

@@ -27,10 +27,10 @@ from pipelab.runtime.wire import Ends, Link, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
 
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
-START = Struct("qq")  # of a message: bytes of its head, and of all that comes in one row
+START = Struct("qq")  # of a message: bytes of its head, and of all that comes in one parcel
 LEAST, MOST = 2**12, 2**22  # bytes asked for beforehand: beyond, to copy takes longer than to ask
-AHEAD = 4  # rows asked for beforehand
-FIRST, MORE = 0, 1  # tags: of rows that were asked for beforehand, and of all else
+AHEAD = 4  # parcels asked for beforehand
+FIRST, MORE = 0, 1  # tags: of parcels that were asked for beforehand, and of all else
 BUCKET = 2**25  # bytes of gradients that replicas add up in one call
 WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
 OWN = 2**8  # bytes that a tensor takes beside its numbers, about
@@ -77,51 +77,53 @@ class GroupWire(Wire):
         if self._replicas:
             dist.destroy_process_group(self._replicas)
 
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
-        found: dict[int, Tensor] = {}
-        for bucket in _buckets(parts):
-            total = torch.cat([parts[i].reshape(-1) for i in bucket]).to(self.device)
+    def sum_over_replicas(
+        self, key: Key, device: int, tensors: list[Any], home: Device
+    ) -> list[Any]:
+        sums: dict[int, Tensor] = {}
+        for bucket in _buckets(tensors):
+            total = torch.cat([tensors[i].reshape(-1) for i in bucket]).to(self.device)
             with TORCH_FAILS:
                 dist.all_reduce(total, group=self._replicas)
-            pieces = total.to(parts[0].device).split([parts[i].numel() for i in bucket])
-            found |= {i: t.view_as(parts[i]) for i, t in zip(bucket, pieces, strict=True)}
-        return [found[i] for i in range(len(parts))]
+            pieces = total.to(tensors[0].device).split([tensors[i].numel() for i in bucket])
+            sums |= {i: t.view_as(tensors[i]) for i, t in zip(bucket, pieces, strict=True)}
+        return [sums[i] for i in range(len(tensors))]
 
     def from_first_replica(self, key: Key, device: int, payload: Any, home: Device) -> Any:
-        """As one row of bytes, with its length and that of its head before it."""
+        """As one parcel of bytes, with its length and that of its head before it."""
         tensors: list[Tensor] = []
         form = _form(payload, tensors)
         tensors = [dense(tensor.to(self.device)) for tensor in tensors]
-        head = _row_of(pickle.dumps((form, [*map(like, tensors)]))).to(self.device)
-        row = torch.cat([head, *(as_bytes(tensor) for tensor in tensors if tensor.nbytes)])
-        sizes = torch.tensor([len(head), len(row)], device=self.device)
+        head = _parcel_of(pickle.dumps((form, [*map(like, tensors)]))).to(self.device)
+        parcel = torch.cat([head, *(as_bytes(tensor) for tensor in tensors if tensor.nbytes)])
+        sizes = torch.tensor([len(head), len(parcel)], device=self.device)
         first = self._job.replica == 0
         with TORCH_FAILS:
             dist.broadcast(sizes, group=self._replicas, group_src=0)
             size, total = sizes.tolist()
-            row = row if first else row.new_empty(total)
-            dist.broadcast(row, group=self._replicas, group_src=0)
+            parcel = parcel if first else parcel.new_empty(total)
+            dist.broadcast(parcel, group=self._replicas, group_src=0)
         if first:
             return payload
-        form, alike = pickle.loads(bytes(row[:size].tolist()))
+        form, alike = pickle.loads(bytes(parcel[:size].tolist()))
         tensors = [empty(one, self.device) for one in alike]
         for tensor in filter(lambda t: t.nbytes, tensors):
-            as_bytes(tensor).copy_(row[size : size + tensor.nbytes])
+            as_bytes(tensor).copy_(parcel[size : size + tensor.nbytes])
             size += tensor.nbytes
         return _filled(form, iter([tensor.to(home.device) for tensor in tensors]))
 
 
-def _buckets(parts: Sequence[Tensor]) -> list[list[int]]:
-    """The parts' numbers, those of one type together, until they have about BUCKET bytes."""
+def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The tensors' numbers, those of one type together, until they have about BUCKET bytes."""
     full: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
     filled: Counter[torch.dtype] = Counter()
-    for i, part in enumerate(parts):
-        filling.setdefault(part.dtype, []).append(i)
-        filled[part.dtype] += part.nbytes
-        if filled[part.dtype] >= BUCKET:
-            full.append(filling.pop(part.dtype))
-            del filled[part.dtype]
+    for i, tensor in enumerate(tensors):
+        filling.setdefault(tensor.dtype, []).append(i)
+        filled[tensor.dtype] += tensor.nbytes
+        if filled[tensor.dtype] >= BUCKET:
+            full.append(filling.pop(tensor.dtype))
+            del filled[tensor.dtype]
     return [*full, *filling.values()]
 
 
@@ -156,9 +158,9 @@ class GroupLink(Link):
     and its head is key, time, the payload's form, and what its tensors are like.
 
     Gloo sends nothing before the receiver has asked for it, and each part wakes threads at both
-    ends. So the receiver asks beforehand, for rows as large as the largest message so far (MOST at
-    most), and what fits comes in one row. What does not comes part by part behind the two numbers,
-    and a GPU's tensors behind the head.
+    ends. So the receiver asks beforehand, for parcels as large as the largest message so far (MOST
+    at most), and what fits comes in one parcel. What does not comes part by part behind the two
+    numbers, and a GPU's tensors behind the head.
     """
 
     def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
@@ -175,9 +177,9 @@ class GroupLink(Link):
         self._thread = Thread(target=self._keep, name="pipelab sends", daemon=True)
         self._thread.start()
         self._there, self._here = _Rooms(), _Rooms()  # that the other end, and this one, asks for
-        self._asked: deque[Any] = deque()  # rows, and when they will be there
+        self._asked: deque[Any] = deque()  # parcels, and when they will be there
         for room in self._here.ahead:
-            self._ask_for_row(_Row(room))
+            self._ask_for_parcel(_Parcel(room))
 
     def write(self, message: Any) -> None:
         key, payload, at = message
@@ -188,47 +190,47 @@ class GroupLink(Link):
             form, tensors = apart(payload, tensors_of)
         tensors = [dense(tensor.to(self.device)) for tensor in tensors]
         head = pickle.dumps((key, at, form, [*map(like, tensors)]))
-        parts = [head, *map(_memory, tensors)] if self.on_cpu else [head]
-        total = START.size + sum(map(len, parts))
+        chunks = [head, *map(_memory, tensors)] if self.on_cpu else [head]
+        total = START.size + sum(map(len, chunks))
         start = START.pack(len(head), total)
         fits = self._there.take(total)
         if fits:
-            self._send(_row_of(start, *parts), FIRST)
+            self._send(_parcel_of(start, *chunks), FIRST)
         else:
-            self._send(_row_of(start), FIRST)
-            self._send(_row_of(head), MORE)
+            self._send(_parcel_of(start), FIRST)
+            self._send(_parcel_of(head), MORE)
         if not (fits and self.on_cpu):
             for tensor in tensors:
                 if tensor.nbytes:
                     # On a CPU a copy: it may be written again before the reader asks for it.
-                    part = as_bytes(tensor)
-                    self._send(part.clone() if self.on_cpu else part, MORE)
+                    chunk = as_bytes(tensor)
+                    self._send(chunk.clone() if self.on_cpu else chunk, MORE)
 
     def read(self) -> Any:
-        row, work = self._asked.popleft()
+        parcel, work = self._asked.popleft()
         if isinstance(work, Lost):
             raise work
         _wait(work)
-        size, total = START.unpack_from(row.memory)
+        size, total = START.unpack_from(parcel.memory)
         if not size:
             raise Lost("a message from another process was lost: the run has ended there")
         fits = self._here.take(total)
-        head = row.memory[START.size :] if fits else self._receive(size)
+        head = parcel.memory[START.size :] if fits else self._receive(size)
         key, at, form, alike = pickle.loads(head)  # which says itself where it ends
         with torch.cuda.stream(self.receiving) if self.receiving else nullcontext():
             tensors = [empty(one, self.device) for one in alike]
             if fits and self.on_cpu:
-                # Copies: a view would keep, and count as, the whole row.
-                place = row.tensor.data_ptr() + START.size + size
+                # Copies: a view would keep, and count as, the whole parcel.
+                place = parcel.tensor.data_ptr() + START.size + size
                 for tensor in tensors:
                     memmove(tensor.data_ptr(), place, tensor.nbytes)
                     place += tensor.nbytes
             else:
-                parts = [as_bytes(tensor) for tensor in tensors if tensor.nbytes]
-                for work in [self._ask(part, MORE) for part in parts]:
+                chunks = [as_bytes(tensor) for tensor in tensors if tensor.nbytes]
+                for work in [self._ask(chunk, MORE) for chunk in chunks]:
                     _wait(work)
         room = self._here.ahead[-1]
-        self._ask_for_row(row if len(row.memory) == room else _Row(room))
+        self._ask_for_parcel(parcel if len(parcel.memory) == room else _Parcel(room))
         # Bytes are a skeleton: no plain payload has any.
         filled = whole(form, tensors) if type(form) is bytes else _filled(form, iter(tensors))
         if self.receiving:  # a GPU's payload and event: the sender's means nothing here
@@ -239,7 +241,7 @@ class GroupLink(Link):
         # The other end may wait inside gloo, from where only a message brings it back: if it still
         # waited when its Python ends, the process would be aborted.
         with suppress(Lost):
-            self._send(_row_of(START.pack(0, 0)), FIRST)
+            self._send(_parcel_of(START.pack(0, 0)), FIRST)
 
     def close(self) -> None:
         """Close once everything sent has been read."""
@@ -249,32 +251,32 @@ class GroupLink(Link):
         for group in (self.to, self.back):
             dist.destroy_process_group(group)
 
-    def _send(self, row: Tensor, tag: int) -> None:
+    def _send(self, parcel: Tensor, tag: int) -> None:
         # The group's own call: torch's isend and irecv look up in which group a rank is which.
         with TORCH_FAILS:
-            work = self.to.send([row], self.rank, tag)
-        if not row.is_cuda:
-            self._waiting.append((work, row))
-            self._bytes += OWN + row.nbytes
+            work = self.to.send([parcel], self.rank, tag)
+        if not parcel.is_cuda:
+            self._waiting.append((work, parcel))
+            self._bytes += OWN + parcel.nbytes
             if self._bytes > WAITING:
                 self._leaving.put(self._waiting)
                 self._waiting, self._bytes = [], 0
 
-    def _ask(self, row: Tensor, tag: int) -> Any:
+    def _ask(self, parcel: Tensor, tag: int) -> Any:
         with TORCH_FAILS:
-            return self.back.recv([row], self.rank, tag)
+            return self.back.recv([parcel], self.rank, tag)
 
-    def _ask_for_row(self, row: "_Row") -> None:
+    def _ask_for_parcel(self, parcel: "_Parcel") -> None:
         try:
-            work = self._ask(row.tensor, FIRST)
+            work = self._ask(parcel.tensor, FIRST)
         except Lost as gone:  # the other end may be closed after its last message
             work = gone
-        self._asked.append((row, work))
+        self._asked.append((parcel, work))
 
     def _receive(self, size: int) -> memoryview:
-        row = _Row(size)
-        _wait(self._ask(row.tensor, MORE))
-        return row.memory
+        parcel = _Parcel(size)
+        _wait(self._ask(parcel.tensor, MORE))
+        return parcel.memory
 
     def _keep(self) -> None:
         """Keep tensors until they have left."""
@@ -283,7 +285,7 @@ class GroupLink(Link):
                 _wait(work)
 
 
-class _Row:
+class _Parcel:
     """Memory to receive in, for torch and for Python."""
 
     def __init__(self, size: int) -> None:
@@ -292,13 +294,13 @@ class _Row:
 
 
 class _Rooms:
-    """Bytes of the rows that a receiver has asked for; both ends count them alike."""
+    """Bytes of the parcels that a receiver has asked for; both ends count them alike."""
 
     def __init__(self) -> None:
         self.ahead = deque([LEAST] * AHEAD)
 
     def take(self, total: int) -> bool:
-        """Use up the next row: whether so many bytes fit into it. One more is asked for."""
+        """Use up the next parcel: whether so many bytes fit into it. One more is asked for."""
         fits = total <= self.ahead.popleft()
         self.ahead.append(max(self.ahead[-1], total if total <= MOST else 0))
         return fits
@@ -341,5 +343,5 @@ def _memory(tensor: Tensor) -> Any:
     return (c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
-def _row_of(*parts: Any) -> Tensor:
-    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+def _parcel_of(*chunks: Any) -> Tensor:
+    return torch.frombuffer(bytearray().join(chunks), dtype=torch.uint8)

@@ -30,13 +30,13 @@ ATOMS = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.de
 
 def facts_of(stages: Sequence[nn.Module], *functions: Any) -> Facts:
     """What these depend on in modules; equal in another process, unless one has changed it."""
-    found: Facts = defaultdict(set)
+    facts: Facts = defaultdict(set)
     seen: set[int] = set()
     for part in nn.ModuleList(stages).modules():
-        _note(type(part), "", found, seen)
+        _note(type(part), "", facts, seen)
     for function in filter(None, functions):
-        _note(function, getattr(function, "__qualname__", type(function).__name__), found, seen)
-    return dict(found)
+        _note(function, getattr(function, "__qualname__", type(function).__name__), facts, seen)
+    return dict(facts)
 
 
 def check_same(there: Facts, here: Facts) -> None:
@@ -50,36 +50,36 @@ def check_same(there: Facts, here: Facts) -> None:
             )
 
 
-def _note(value: Any, name: str, found: Facts, seen: set[int]) -> None:
+def _note(value: Any, name: str, facts: Facts, seen: set[int]) -> None:
     """Add the facts of a value with this name, and of what it names itself."""
     if (text := _plain(value)) is not None:
-        found[name].add(sha256(text.encode()).hexdigest())
+        facts[name].add(sha256(text.encode()).hexdigest())
         return
     value = _plainer(value)
     if isinstance(value, FunctionType):
         # What a script or a notebook defines is sent as it is. And a library may have wrapped its
         # own by now, as torch does with optimizers' steps.
         sent = value.__module__ == "__main__"
-        found[name] |= {_digest_of(f.__code__) for f in _layers_of(value) if not sent}
+        facts[name] |= {_digest_of(f.__code__) for f in _layers_of(value) if not sent}
     elif not isinstance(value, type):
-        found[name].add(type(value).__qualname__)
+        facts[name].add(type(value).__qualname__)
     if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, FunctionType):
         for function in _layers_of(value):
             for inner_name, inner in globals_of(function):
-                _note(inner, inner_name, found, seen)
+                _note(inner, inner_name, facts, seen)
     elif isinstance(value, type):
         for cls in takewhile(lambda cls: cls not in (nn.Module, object), value.__mro__):
             for attribute, inner in sorted(vars(cls).items()):
                 inner = _plainer(inner)
-                own = not (attribute.startswith("_") or is_installed(cls))
-                plain = own and _plain(inner) is not None
+                public = not (attribute.startswith("_") or is_installed(cls))
+                plain = public and _plain(inner) is not None
                 if plain or isinstance(inner, FunctionType):
-                    _note(inner, f"{cls.__module__}.{cls.__qualname__}.{attribute}", found, seen)
+                    _note(inner, f"{cls.__module__}.{cls.__qualname__}.{attribute}", facts, seen)
     elif callable(value):
-        _note(type(value), name, found, seen)
+        _note(type(value), name, facts, seen)
 
 
 def _plainer(value: Any) -> Any:

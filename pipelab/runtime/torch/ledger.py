@@ -97,11 +97,11 @@ def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The memory of tensors, {address: bytes}, each once."""
-    blocks = (part.untyped_storage() for tensor in tensors for part in parts_of(tensor))
+    blocks = (part.untyped_storage() for tensor in tensors for part in components_of(tensor))
     return {block.data_ptr(): block.nbytes() for block in blocks}
 
 
-def parts_of(tensor: Any) -> Sequence[Tensor]:
+def components_of(tensor: Any) -> Sequence[Tensor]:
     """The tensors with memory that a sparse or a nested one is made of; of any other itself.
 
     Zeros that forward-mode differentiation makes have no memory.

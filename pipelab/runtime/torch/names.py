@@ -34,12 +34,12 @@ def parts(gpu: str = "cuda:0", count: int = 4) -> list[str]:
     multiprocessors with these. Raises ValueError for a GPU that this machine does not have, or that
     cannot be divided this way.
     """
-    found = find_part(f"{gpu}/{count}") if isinstance(count, int) else None
-    if not found or PART.fullmatch(gpu):
+    part = find_part(f"{gpu}/{count}") if isinstance(count, int) else None
+    if not part or PART.fullmatch(gpu):
         raise ValueError(
             f"parts({gpu!r}, {count!r}): give a GPU such as 'cuda:0', and a number of parts"
         )
-    return [str(found._replace(number=number)) for number in range(count)]
+    return [str(part._replace(number=number)) for number in range(count)]
 
 
 def find_part(name: str, row: int = 0) -> Part | None:
@@ -47,12 +47,12 @@ def find_part(name: str, row: int = 0) -> Part | None:
 
     ValueError for a GPU that cannot be divided this way, or a number without a part.
     """
-    found = PART.fullmatch(name)
-    if not found:
+    match = PART.fullmatch(name)
+    if not match:
         return None
-    gpu, count = int(found[1]), int(found[2])
+    gpu, count = int(match[1]), int(match[2])
     there = len(parts_of(find_device(name).index, count))
-    number = row % there if found[3] is None else int(found[3])
+    number = row % there if match[3] is None else int(match[3])
     if number >= there:
         raise ValueError(f"device {name!r}: its {there} parts have the numbers 0 to {there - 1}")
     return Part(gpu, count, number)
@@ -63,8 +63,8 @@ def find_device(name: str | torch.device) -> torch.device:
 
     ValueError if this machine does not have it.
     """
-    found, count = PART.fullmatch(str(name)), torch.cuda.device_count()
-    whole = f"cuda:{found[1]}" if found else str(name)
+    match, count = PART.fullmatch(str(name)), torch.cuda.device_count()
+    whole = f"cuda:{match[1]}" if match else str(name)
     here = ["cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))]
     if whole not in here:
         raise ValueError(f"device {str(name)!r}: this machine has {', '.join(here)}")
@@ -82,14 +82,14 @@ def device_names(schedule: Schedule, devices: Any) -> list[str]:
     if devices is None:
         devices = [f"cuda:{d % count}" if count else "cpu" for d in range(schedule.devices)]
     one = isinstance(devices, (str, torch.device))
-    given = [devices] * schedule.devices if one else list(devices)
-    if len(given) != schedule.devices:
+    asked = [devices] * schedule.devices if one else list(devices)
+    if len(asked) != schedule.devices:
         raise ValueError(
-            f"{len(given)} devices for the {schedule.devices} rows of {schedule.name}: name one "
+            f"{len(asked)} devices for the {schedule.devices} rows of {schedule.name}: name one "
             "per row; repeats are allowed"
         )
-    found = [*map(find_device, given)]  # raises if this machine does not have one
-    return [str(find_part(str(name), row) or found[row]) for row, name in enumerate(given)]
+    found = [*map(find_device, asked)]  # raises if this machine does not have one
+    return [str(find_part(str(name), row) or found[row]) for row, name in enumerate(asked)]
 
 
 # ---- weights, by the layers that they stand in
@@ -120,14 +120,14 @@ def names_in(stages: Sequence[nn.Module]) -> list[dict[str, str]]:
     """
     layers = layers_in(stages)
     known: dict[int, str] = {}
-    cut, found = Cut(layers), []
+    cut, by_stage = Cut(layers), []
     for s, stage in enumerate(stages):
         names = {}
         for name, p in stage.named_parameters():
             layer, rest = cut.place(s, name) if layers else Place(s, name)
             names[name] = known.setdefault(id(p), f"{layer}.{rest}")
-        found.append(names)
-    return found
+        by_stage.append(names)
+    return by_stage
 
 
 class Cut:

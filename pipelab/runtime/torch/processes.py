@@ -221,9 +221,9 @@ def _blame(failure: Failure, others: dict[Any, _Rank]) -> NoReturn:
     deadline = time.monotonic() + 2
     while failure.secondary and others and time.monotonic() < deadline:
         for rank in map(others.pop, wait(others, timeout=0.1)):
-            found = rank.receive()
-            if isinstance(found, Failure) and not found.secondary:
-                failure = found
+            news = rank.receive()
+            if isinstance(news, Failure) and not news.secondary:
+                failure = news
     raise failure.error from _Remote(failure.traceback)
 
 
@@ -247,8 +247,8 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(value)
 
 
-def _restore(module: nn.Module, found: tuple[dict[str, Any], Compiled]) -> None:
-    state, compiled = found
+def _restore(module: nn.Module, sent: tuple[dict[str, Any], Compiled]) -> None:
+    state, compiled = sent
     module.__setstate__(state)
     compile_as(module, compiled)
 
@@ -259,11 +259,11 @@ def _on_host(order: Order) -> Order:
     def moved(data: Any) -> Any:
         return pytree.tree_map_only(Tensor, Tensor.cpu, data)
 
-    found = {
-        s: {k: replace(each, x=moved(each.x), target=moved(each.target)) for k, each in of.items()}
-        for s, of in order.microbatches.items()
+    microbatches = {
+        s: {k: replace(fed, x=moved(fed.x), target=moved(fed.target)) for k, fed in pairs.items()}
+        for s, pairs in order.microbatches.items()
     }
-    return replace(order, microbatches=found)
+    return replace(order, microbatches=microbatches)
 
 
 def _registered() -> list[Any]:

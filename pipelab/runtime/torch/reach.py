@@ -40,14 +40,14 @@ def check_registered(stages: Sequence[nn.Module], loss: Any) -> None:
             )
 
 
-def check_graph(module: nn.Module, loss: Any, ends: Iterable[Any], own: set[int]) -> None:
+def check_graph(module: nn.Module, loss: Any, ends: Iterable[Any], known: set[int]) -> None:
     """ValueError where a gradient would go to a weight that the stage does not have.
 
     ends  of the forward's graph
     loss  of the last stage, else None
-    own   ids of the stage's weights and of the forward's inputs
+    known ids of the stage's weights and of the forward's inputs
     """
-    foreign = [leaf for leaf in leaves_of(ends) if id(leaf) not in own]
+    foreign = [leaf for leaf in leaves_of(ends) if id(leaf) not in known]
     if not foreign:  # mostly: nothing else is looked at
         return
     places = {id(t): path for path, t in reached(loss, "the loss")}
@@ -100,11 +100,11 @@ def reached(value: Any, path: str, seen: set[int] | None = None) -> Iterator[tup
         if value.requires_grad and value.is_leaf:
             yield path, value
         return
-    for part, inner in _parts_of(value):
-        yield from reached(inner, path + part, seen)
+    for ending, inner in _items_of(value):
+        yield from reached(inner, path + ending, seen)
 
 
-def _parts_of(value: Any) -> Iterable[tuple[str, Any]]:
+def _items_of(value: Any) -> Iterable[tuple[str, Any]]:
     """What a value leads to, with the ends of the paths."""
     match value:
         case nn.Module():

@@ -39,7 +39,7 @@ def recut(
     for s, stage in enumerate(stages):
         for name, tensor in _every(stage, remove_duplicate=False):
             places[id(tensor)].append(new.place(s, name))
-    found = {}
+    states = {}
     for s in wanted:
         # [2] all that the stage's layers had: where, and its name there; also what the model lacks,
         #     to be told of
@@ -52,11 +52,12 @@ def recut(
                 if to == s:
                     sources[name] = state_of(at), there
         # [3] a tied weight under the name that it has now, from wherever it had one
-        own = dict(_every(stages[s]))
+        tensors = dict(_every(stages[s]))
         for name, tensor in _every(stages[s], remove_duplicate=False):
-            if name not in own:
+            if name not in tensors:
                 sources.pop(name, None)
-            for at, there in map(old.local, places[id(tensor)] if name in own else ()):
+                continue
+            for at, there in map(old.local, places[id(tensor)]):
                 if name not in sources and there in _names(state_of(at)):
                     sources[name] = state_of(at), there
         for state, _ in sources.values():
@@ -67,12 +68,12 @@ def recut(
                 )
         # [4] one version: with a flush none is older
         first = state_of(before[0])
-        found[s] = StageState(
+        states[s] = StageState(
             {max(first.weights): _taken(StageState.newest, sources)},
             **{field: _taken(attrgetter(field), sources) for field in BY_NAME},
             origin=first.origin,
         )
-    return found
+    return states
 
 
 def _taken(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.runtime.options import Options
 from pipelab.runtime.torch.attributes import load_into_modules, of_modules
-from pipelab.runtime.torch.copies import copies_of
+from pipelab.runtime.torch.copies import copy_modules
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
 from pipelab.runtime.torch.names import names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
@@ -64,9 +64,9 @@ class TorchLibrary(Library):
         self.wide: Any = getattr(torch, wide) if wide else None
         # As in the run, a stage's first forward shows whether it draws, where that is not known.
         self._draws = dict[tuple[int, int], bool]()
-        made: Any = nn.ModuleList(map(nn.ModuleList, modules)).to(self.device)
-        self.lanes, self.stages = len(made), len(made[0])
-        self.modules = made if self.options.training else made.eval()
+        lanes: Any = nn.ModuleList(map(nn.ModuleList, modules)).to(self.device)
+        self.lanes, self.stages = len(lanes), len(lanes[0])
+        self.modules = lanes if self.options.training else lanes.eval()
         self.named = [[dict(s.named_parameters()) for s in of_lane] for of_lane in self.modules]
         for tensor in (*self.modules.parameters(), *self.modules.buffers()):
             tensor.data = self._widened(tensor.data)  # in place, so that tied ones stay tied
@@ -103,9 +103,10 @@ class TorchLibrary(Library):
             return _copied(value) if leaf is None else leaf.clone()
 
         sliced, options = self.model.sliced, self.options
-        given = [pytree.tree_map(partial(enter, data=s == 0), x)]
+        arguments = [pytree.tree_map(partial(enter, data=s == 0), x)]
         cut, loss = len(leaves), None
-        given += [pytree.tree_map(enter, past)] * sliced
+        if sliced:
+            arguments.append(pytree.tree_map(enter, past))
         with self._as_the_rank(s), ExitStack() as stack:
             self._bind(s, weights, piece.lane)
             if options.autocast and self.wide is None:
@@ -115,18 +116,20 @@ class TorchLibrary(Library):
                 stack.enter_context(_Narrowing(self))
             if piece.seeds is not None and self._draws.get((piece.lane, s), True):
                 stack.enter_context(self._drawing(piece.lane, s, piece.seeds[s]))
-            y = self.modules[piece.lane][s](*given)
+            y = self.modules[piece.lane][s](*arguments)
             y, left = y if sliced else (y, ())
             ends = pytree.tree_leaves(y)
             if s == self.stages - 1:
                 target = self.data(piece.y)
                 if self.outputs is not None:
                     self.outputs.append(_detached((y, target)))
-                found = options.loss(y, target)
-                mean, count = found if isinstance(found, tuple) else (found, piece.samples)
+                value = options.loss(y, target)
+                mean, count = value if isinstance(value, tuple) else (value, piece.samples)
                 ends, loss = [mean], (_detached(mean), float(count))
         ends += pytree.tree_leaves(left)
-        ran = _Ran(s, piece, weights, x, past, None, leaves, cut, ends, loss)
+        ran = _Ran(
+            s, piece, weights, x, past, before=None, leaves=leaves, cut=cut, ends=ends, loss=loss
+        )
         return _detached(y), _detached(left), ran
 
     # ---- its pull
@@ -143,23 +146,23 @@ class TorchLibrary(Library):
         for name, p in named.items():
             # What is there, autograd adds to in place.
             p.grad = sums.get(name) if weighs else None
-        given = [*gradient, *(owed or [None] * (len(ends) - len(gradient)))]
+        of_ends = [*gradient, *(owed or [None] * (len(ends) - len(gradient)))]
         starts = [
             (end, g)
-            for end, g in zip(ends, given, strict=True)
+            for end, g in zip(ends, of_ends, strict=True)
             if isinstance(end, Tensor) and end.requires_grad and g is not None
         ]
         with self._as_the_rank(ran.s), DRAWING:  # layers under torch.utils.checkpoint draw again
             if starts:
                 torch.autograd.backward([end for end, _ in starts], [g for _, g in starts])
-        found = [None if leaf is None else leaf.grad for leaf in ran.leaves]
+        of_leaves = [None if leaf is None else leaf.grad for leaf in ran.leaves]
         if not weighs:
-            found = [None if g is None else torch.zeros_like(g) for g in found]
+            of_leaves = [None if g is None else torch.zeros_like(g) for g in of_leaves]
         for name, p in named.items():
             if p.grad is not None and (weighs or name not in sums):
                 sums[name] = p.grad if weighs else torch.zeros_like(p.grad)
             p.grad = None
-        return found[: ran.cut], found[ran.cut :]
+        return of_leaves[: ran.cut], of_leaves[ran.cut :]
 
     def divided(self, sums: Sums, divisor: float) -> Sums:
         return {name: total / divisor for name, total in sums.items()}
@@ -167,7 +170,7 @@ class TorchLibrary(Library):
     # ---- what is asked of it beside
 
     def traces(self) -> bool:
-        return self._begun != self._remembered()
+        return self._at_start != self._remembered()
 
     def _remembered(self) -> tuple[Any, str]:
         """What modules' attributes hold, and the buffers, of the first lane."""
@@ -201,7 +204,7 @@ class TorchLibrary(Library):
                 stack.enter_context(off)
                 yield
             # What torch has no such kernel for does not repeat itself.
-            self.model.repeats &= not any("determinis" in str(each.message) for each in told)
+            self.model.repeats &= not any("determinis" in str(warning.message) for warning in told)
         finally:
             if threads != before:
                 torch.set_num_threads(before)
@@ -231,8 +234,8 @@ class TorchLibrary(Library):
         return [{name: copied(b) for name, b in part._buffers.items()} for part in parts]
 
     def _put_buffers(self, lane: int, s: int, buffers: Buffers) -> None:
-        for part, own in zip(self.modules[lane][s].modules(), buffers, strict=True):
-            part._buffers.update(own)
+        for part, of_part in zip(self.modules[lane][s].modules(), buffers, strict=True):
+            part._buffers.update(of_part)
 
     def data(self, tree: Any) -> Any:
         """Copies on the device, since layers may work in place."""
@@ -267,7 +270,7 @@ class TorchLibrary(Library):
                 load_into_modules(stage, state.attributes, self.data)
                 load_buffers(stage, self.data(state.buffers), self.device)
         # Only a replay in the run's own types is asked for traces, and modules may keep a lot.
-        self._begun = self._remembered() if self.wide is None else None
+        self._at_start = self._remembered() if self.wide is None else None
 
 
 class _Narrowing(TorchDispatchMode):
@@ -341,7 +344,7 @@ class TorchModel:
         return [{self.first: dict(stage.named_parameters())} for stage in self.modules]
 
     def library(self, wide: str = "") -> TorchLibrary:
-        lanes = [copies_of(self.modules, empty=True) for _ in range(self.lanes)]
+        lanes = [copy_modules(self.modules, empty=True) for _ in range(self.lanes)]
         library = TorchLibrary(self, lanes, wide)
         library.load(self.start)
         return library
@@ -398,24 +401,24 @@ class TorchSteps:
     ) -> None:
         named = [dict(stage.named_parameters()) for stage in modules]
         # [1] handles in place of the weights; tied ones once
-        made: dict[int, nn.Parameter] = {}
+        handle_of: dict[int, nn.Parameter] = {}
         for s, of_stage in enumerate(named):
             for name, p in of_stage.items():
                 value = (start[s].newest()[name] if start else p.detach()).to(device)
-                if id(p) not in made:
+                if id(p) not in handle_of:
                     # What is made in inference mode cannot want a gradient.
                     value = value.clone() if value.is_inference() else value
-                    made[id(p)] = nn.Parameter(value, p.requires_grad)
-                    vars(made[id(p)]).update(vars(p))
-        self.handles = [{name: made[id(p)] for name, p in of.items()} for of in named]
+                    handle_of[id(p)] = nn.Parameter(value, p.requires_grad)
+                    vars(handle_of[id(p)]).update(vars(p))
+        self.handles = [{name: handle_of[id(p)] for name, p in of.items()} for of in named]
         # [2] optimizers, as begun or as a checkpoint left them
         names = names_in(modules)
-        own = [
+        names_of = [
             {p: names[s][n] for n, p in of_stage.items() if p.requires_grad}
             for s, of_stage in enumerate(self.handles)
         ]
-        self.optimizers = [make_optimizer(factory, [*of], [*of.values()]) for of in own]
-        tied = len(made) < sum(map(len, named))
+        self.optimizers = [make_optimizer(factory, [*of], [*of.values()]) for of in names_of]
+        tied = len(handle_of) < sum(map(len, named))
         others = [state.others for state in start if state.groups]
         alike = all(equal(of, others[0]) for of in others)
         if tied and not alike:
@@ -425,22 +428,23 @@ class TorchSteps:
             )
         kinds = {type(optimizer) for optimizer, _ in self.optimizers if optimizer}
         if tied or (alike and len(kinds) < 2):
-            every = {p: name for of in own for p, name in of.items()}
+            every = {p: name for of in names_of for p, name in of.items()}
             one = make_optimizer(factory, [*every], [*every.values()])
-            self.optimizers = [one] * len(own)
+            self.optimizers = [one] * len(names_of)
         for of_stage, state, optimizer in zip(self.handles, start, self.optimizers, strict=False):
             state.load_optimizer(*optimizer, of_stage)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
         """The weights after a step from these, in their memory; without a gradient they stay."""
-        for of_stage, before, given in zip(self.handles, weights, gradients, strict=True):
+        for of_stage, before, of_weights in zip(self.handles, weights, gradients, strict=True):
             for name, handle in of_stage.items():
                 handle.data = before[name]
                 # A copy: optimizers may work in its memory.
-                handle.grad = given[name].to(handle, copy=True) if name in given else None
-        for optimizer, schedulers in {id(made[0]): made for made in self.optimizers}.values():
-            for stepped in (optimizer, *schedulers) if optimizer else ():
-                stepped.step()
+                handle.grad = of_weights[name].to(handle, copy=True) if name in of_weights else None
+        for optimizer, schedulers in {id(both[0]): both for both in self.optimizers}.values():
+            if optimizer:
+                for stepped in (optimizer, *schedulers):
+                    stepped.step()
         after: list[Weights] = [
             {n: h.detach() for n, h in of_stage.items()} for of_stage in self.handles
         ]

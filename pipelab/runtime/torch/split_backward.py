@@ -154,8 +154,8 @@ class Halves:
         self.together = {nodes[n].variable: why for n, why in cut.together.items()}
         for part in cut.parts:
             gates = [GradientEdge(nodes[n], number) for n, number in part.gates]
-            own = [(self.outputs[k], self.gradients[k]) for k in part.starts]
-            self._parts.append((gates, own, [nodes[n].variable for n in part.weights]))
+            started = [(self.outputs[k], self.gradients[k]) for k in part.starts]
+            self._parts.append((gates, started, [nodes[n].variable for n in part.weights]))
         self._freed = [nodes[n] for n in cut.freed]
 
     def input_grad(self) -> list[Tensor | None]:
@@ -163,26 +163,26 @@ class Halves:
         if not self.inputs:
             return []
         if self._parts:
-            found = self._down_the_trunk()
+            gradients = self._down_the_trunk()
         else:
-            found = whole_backward(self.outputs, self.gradients, self.inputs)
+            gradients = whole_backward(self.outputs, self.gradients, self.inputs)
             self.inputs = []  # nothing is left to do
         self.outputs, self.gradients, self._freed = [], [], []
-        return found
+        return gradients
 
     def _down_the_trunk(self) -> list[Tensor | None]:
         together = list(self.together)
         gates = [gate for part, _, _ in self._parts for gate in part]
         wanted: list[Any] = [*self.inputs, *together, *gates]
         # W will walk the branches of the same graph, so it is kept.
-        found = iter(walk(self.outputs, self.gradients, wanted, keep=True))
-        of_inputs = [_laid_out(next(found), leaf) for leaf in self.inputs]
+        gradients = iter(walk(self.outputs, self.gradients, wanted, keep=True))
+        of_inputs = [_laid_out(next(gradients), leaf) for leaf in self.inputs]
         for weight in together:
-            gradient = next(found)
+            gradient = next(gradients)
             if gradient is not None:  # not in place, as others may hold what it was
                 weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
         for part, starts, _ in self._parts:
-            arrived = [(gate, next(found)) for gate in part]
+            arrived = [(gate, next(gradients)) for gate in part]
             starts += [(gate, grad) for gate, grad in arrived if grad is not None]
         # What the trunk saved is given back now: this is the memory that a split backward frees.
         for node in self._freed:
@@ -288,14 +288,14 @@ def _once(group: _Group, graph: Graph, above: Above, foreign: frozenset[int]) ->
 
 def _leading_to(nodes: Iterable[int], above: Above) -> set[int]:
     """The operations through which gradients come to any of these."""
-    found: set[int] = set()
+    reached: set[int] = set()
     stack = list(nodes)
     while stack:
         for node, _ in above[stack.pop()]:
-            if node is not None and node not in found:
-                found.add(node)
+            if node is not None and node not in reached:
+                reached.add(node)
                 stack.append(node)
-    return found
+    return reached
 
 
 def _groups(weights: Iterable[int], above: Above, trunk: Set[int]) -> list[_Group]:

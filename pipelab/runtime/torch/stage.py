@@ -208,8 +208,8 @@ class TorchStage(VersionedStage):
         # The second version may be of other tensors than the first one.
         if len(self._looked) < 2 and version not in self._looked:
             self._looked.add(version)
-            own = {id(t) for t in (*self.weights[version].values(), *wanted)}
-            check_graph(self.module, self.options.loss if self.last else None, ends, own)
+            known = {id(t) for t in (*self.weights[version].values(), *wanted)}
+            check_graph(self.module, self.options.loss if self.last else None, ends, known)
         # Edges, not outputs: what was sent on need not be kept here until its gradient comes.
         edges = [
             get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None

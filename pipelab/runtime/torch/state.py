@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import Trees, kind_of
 from pipelab.runtime.torch.copies import copied_together
-from pipelab.runtime.torch.ledger import parts_of
+from pipelab.runtime.torch.ledger import components_of
 
 # What schedulers keep a list of, with an entry for each parameter group.
 PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs"} | {
@@ -450,4 +450,4 @@ def differ(a: Tensor | None, b: Tensor) -> bool:
     """Whether they have other values, on whatever device, or other types."""
     if a is None or (a.dtype, a.layout, a.shape) != (b.dtype, b.layout, b.shape):
         return True
-    return not all(map(torch.equal, parts_of(a.to(b.device)), parts_of(b)))
+    return not all(map(torch.equal, components_of(a.to(b.device)), components_of(b)))

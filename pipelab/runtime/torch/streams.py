@@ -21,7 +21,7 @@ def stream_of(name: str, worker: int, stage: int | None = None) -> torch.cuda.St
 
 
 @cache
-def copies_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+def copy_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
     """The stream of copies to and from the host, beside one that computes."""
     return torch.cuda.Stream(stream.device)
 

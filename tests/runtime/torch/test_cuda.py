@@ -141,7 +141,7 @@ def gpu(monkeypatch, request):
     )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    kept = streams.stream_of, streams.copies_of, streams.receiving_on
+    kept = streams.stream_of, streams.copy_stream, streams.receiving_on
     for cached in kept:
         cached.cache_clear()
     yield known.cuda
@@ -180,8 +180,8 @@ def test_copies_to_and_from_the_host_have_a_stream_and_both_wait(gpu):
     for worker, row in enumerate(result.timeline.schedule.rows):
         stream = streams.stream_of("cpu", worker)
         copied = sum(action.kind in HOST for action in row)
-        assert stream.waited.count(streams.copies_of(stream)) == copied
-        assert streams.copies_of(stream).waited.count(stream) == copied
+        assert stream.waited.count(streams.copy_stream(stream)) == copied
+        assert streams.copy_stream(stream).waited.count(stream) == copied
     assert copied == 0  # on the last stage
 
 
