@@ -211,7 +211,8 @@ def late_aborts() -> Iterator[None]:
     A thread of jax's aborts as soon as it hears that another process is dead. Python cannot prevent
     that, and the run's error would be lost. But abort() waits for the handler of its signal, which
     sleeps here. The other threads continue meanwhile, unless they wait for what that thread holds:
-    then the abort is the only end.
+    then the abort is the only end. (jax_enable_recoverability, which must be set before
+    jax.distributed.initialize, prevents the abort only if the dead process is not process 0.)
     """
     c = ctypes.CDLL(None)
     c.signal.argtypes, c.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -220,7 +221,7 @@ def late_aborts() -> Iterator[None]:
     sleeps_six_seconds = ctypes.cast(c.sleep, ctypes.c_void_p)
     before = c.signal(SIGABRT, sleeps_six_seconds)
     yield
-    c.signal(SIGABRT, before)
+    c.signal(SIGABRT, before)  # after an error it stays: the abort may still come
 
 
 def end_alone() -> None:
@@ -234,6 +235,7 @@ def end_alone() -> None:
 
 
 def _forget() -> None:
+    # Python ends without giving these references back; a list of ours it would empty, which frees.
     for name in ("preemption_sync_manager", "client", "service"):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(global_state, name)))
         setattr(global_state, name, None)
