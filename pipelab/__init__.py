@@ -22,6 +22,7 @@ from pipelab.predict.simulate import simulate
 from pipelab.predict.theory import THEORY
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.backends import BACKENDS
+from pipelab.runtime.devices import PARTS
 from pipelab.schedules import SCHEDULES, make, make_all, make_for
 from pipelab.table.action import Action, Kind, Reads, ScheduleError
 from pipelab.table.schedule import Schedule
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 # What rooms above tell the small library, which does not know them.
 SCHEDULES.update(zb=zb, zb_v=zb_v)
 BACKENDS["jax"] = "pipelab.jax.backend", "JaxBackend"
+PARTS[r"cuda:\d+/\d+(:\d+)?"] = "pipelab.gpu.parts"
 WIDGETS["Editor"] = "pipelab.editor.editor"
 SHARES["over the bound"] = (
     "the lower bound: a time that no order of one batch in this memory can beat",
@@ -77,7 +79,7 @@ _LAZY = {
     "Run": "pipelab.runtime.result",
     "RunError": "pipelab.runtime.worker",
     "Trainer": "pipelab.training.trainer",
-    "parts": "pipelab.runtime.torch.names",
+    "parts": "pipelab.gpu.parts",
 }
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from gpu.cases import SGD
 from measure import in_turn, paragraph, spread, table
 from pipelab import Kind, Run, Schedule, fit, make, parts, run, simulate
+from pipelab.gpu.parts import part_sizes
 from pipelab.models import split
 from pipelab.optimize.cut import profile, uniform
-from pipelab.runtime.torch.parts import part_sizes
 
 KEPT = "row:"  # begins a line that is a row of a section's table
 

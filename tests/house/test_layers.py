@@ -15,7 +15,18 @@ ROOT = Path(pipelab.__file__).parent
 
 # From the ground up. A room imports what stands before it, and what its own folder holds.
 SMALL = ["table", "schedules", "show", "predict", "runtime", "plot", "widgets"]
-UPPER = ["training", "editor", "models", "measure", "optimize", "peers", "jax", "pipeshard", "cli"]
+UPPER = [
+    "gpu",
+    "training",
+    "editor",
+    "models",
+    "measure",
+    "optimize",
+    "peers",
+    "jax",
+    "pipeshard",
+    "cli",
+]
 ROOMS = [*SMALL, *UPPER]
 USERS = ("cli",)  # they may import the package itself, as users do
 GROUND = ("table", "schedules", "predict")  # plain Python; what they show, too, but for the bar

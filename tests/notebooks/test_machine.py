@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelab.runtime.torch import names
+from pipelab.gpu import parts
 from teach import machine as of_lectures
 from teach import machines
 from teach.machines import _bytes as of_a_stage
@@ -33,7 +33,7 @@ def having(monkeypatch):
                 raise ValueError("an old driver")
             return range(count)
 
-        monkeypatch.setattr(names, "parts_of", parts_of)
+        monkeypatch.setattr(parts, "parts_of", parts_of)
 
     return make
 

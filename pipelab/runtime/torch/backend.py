@@ -18,6 +18,7 @@ from torch import nn
 
 from pipelab.predict.costs import Recompute
 from pipelab.runtime.batches import Data, cut_batch, samples_of
+from pipelab.runtime.devices import parts_called
 from pipelab.runtime.drafts import draft_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order
@@ -29,7 +30,7 @@ from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.copies import copy_modules
 from pipelab.runtime.torch.cuda import torch_device
 from pipelab.runtime.torch.device import CpuDevice, check_modes, kind_of_device
-from pipelab.runtime.torch.names import device_names, find_device, find_part, names_in
+from pipelab.runtime.torch.names import device_names, find_device, names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.reach import check_registered
 from pipelab.runtime.torch.replay import TorchModel
@@ -346,41 +347,40 @@ def _on_host(module: nn.Module) -> nn.Module:
 
 
 def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
-    """Who carries out the rows, and the names of their devices."""
+    """Who carries out the rows, and the names of their devices.
+
+    ValueError for a part of a GPU in other processes, which take turns on the whole GPU.
+    """
+    launcher, devices = Threads(), options.devices
     if options.backend != "threads" and LAUNCHED <= os.environ.keys():
         from pipelab.runtime.torch.ranks import Ranks
 
-        ranks, count = Ranks(options.timeout, table.to_csv()), torch.cuda.device_count()
-        # Each rank of a machine takes a GPU of its own, as far as there are enough.
-        gpu = f"cuda:{(ranks.local or 0) % count}" if count else None
-        if ranks.local is None and count > 1 and options.devices is None:
-            warnings.warn(
-                f"the launcher does not tell this process its LOCAL_RANK, so it takes cuda:0 of "
-                f"{count} GPUs, and others of this machine do, too: set it, or name the devices",
-                stacklevel=2,
-            )
-        names = device_names(table, gpu if options.devices is None else options.devices)
-        check_whole(names)
-        return ranks, names
-    names = device_names(table, options.devices)
-    if options.backend == "processes":
-        check_whole(names)
+        launcher = ranks = Ranks(options.timeout, table.to_csv())
+        if devices is None and (count := torch.cuda.device_count()):
+            if ranks.local is None and count > 1:
+                warnings.warn(
+                    f"the launcher does not tell this process its LOCAL_RANK, so it takes cuda:0 "
+                    f"of {count} GPUs, and others of this machine do, too: set it, or name the "
+                    "devices",
+                    stacklevel=2,
+                )
+            # Each rank of a machine takes a GPU of its own, as far as there are enough.
+            devices = f"cuda:{(ranks.local or 0) % count}"
+    elif options.backend == "processes":
         from pipelab.runtime.torch.processes import Processes
 
-        return Processes(options.timeout), names
-    return Threads(), names
+        launcher = Processes(options.timeout)
+    names = device_names(table, devices)
+    for name in names:
+        if type(launcher) is not Threads and parts_called(name):
+            raise ValueError(
+                f"device {name!r} is a part of a GPU, which only works in one process: leave out "
+                "backend='processes' (or the launcher), or name whole GPUs"
+            )
+    return launcher, names
 
 
 # ---- the arguments of `run`: refused where they cannot be run, else looked through
-
-
-def check_whole(names: Sequence[str]) -> None:
-    """ValueError for a part of a GPU: processes take turns on the whole GPU."""
-    for name in filter(find_part, names):
-        raise ValueError(
-            f"device {name!r} is a part of a GPU, which only works in one process: leave out "
-            "backend='processes' (or the launcher), or name whole GPUs"
-        )
 
 
 def check_stages(stages: Sequence[nn.Module]) -> None:

@@ -1,61 +1,13 @@
-"""Names: of torch's devices and parts of a GPU, as `devices` has them; of weights, by layer."""
+"""Names: of torch's devices, as `devices` has them; of weights, by layer."""
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from pipelab.runtime.torch.parts import parts_of
+from pipelab.runtime.devices import parts_called
 from pipelab.table.schedule import Schedule
-
-PART = re.compile(r"cuda:(\d+)/(\d+)(?::(\d+))?")  # see `parts`
-
-
-class Part(NamedTuple):
-    """One of a number of parts of a GPU, counted from 0."""
-
-    gpu: int
-    of: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"cuda:{self.gpu}/{self.of}:{self.number}"
-
-
-def parts(gpu: str = "cuda:0", count: int = 4) -> list[str]:
-    """The names of a GPU's disjoint, equal parts, for the `devices` of a run on threads.
-
-    >>> parts("cuda:0", 4)  # doctest: +SKIP
-    ['cuda:0/4:0', 'cuda:0/4:1', 'cuda:0/4:2', 'cuda:0/4:3']
-
-    "cuda:0/4" as `devices` is the same, taken in turn. Parts of a different count share
-    multiprocessors with these. Raises ValueError for a GPU that this machine does not have, or that
-    cannot be divided this way.
-    """
-    part = find_part(f"{gpu}/{count}") if isinstance(count, int) else None
-    if not part or PART.fullmatch(gpu):
-        raise ValueError(
-            f"parts({gpu!r}, {count!r}): give a GPU such as 'cuda:0', and a number of parts"
-        )
-    return [str(part._replace(number=number)) for number in range(count)]
-
-
-def find_part(name: str, row: int = 0) -> Part | None:
-    """The part with this name, or a row's if it stands for all; None for whole devices.
-
-    ValueError for a GPU that cannot be divided this way, or a number without a part.
-    """
-    match = PART.fullmatch(name)
-    if not match:
-        return None
-    gpu, count = int(match[1]), int(match[2])
-    there = len(parts_of(find_device(name).index, count))
-    number = row % there if match[3] is None else int(match[3])
-    if number >= there:
-        raise ValueError(f"device {name!r}: its {there} parts have the numbers 0 to {there - 1}")
-    return Part(gpu, count, number)
 
 
 def find_device(name: str | torch.device) -> torch.device:
@@ -63,8 +15,9 @@ def find_device(name: str | torch.device) -> torch.device:
 
     ValueError if this machine does not have it.
     """
-    match, count = PART.fullmatch(str(name)), torch.cuda.device_count()
-    whole = f"cuda:{match[1]}" if match else str(name)
+    whole, count = str(name), torch.cuda.device_count()
+    if parts_called(whole):
+        whole = whole.partition("/")[0]
     here = ["cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))]
     if whole not in here:
         raise ValueError(f"device {str(name)!r}: this machine has {', '.join(here)}")
@@ -88,8 +41,11 @@ def device_names(schedule: Schedule, devices: Any) -> list[str]:
             f"{len(asked)} devices for the {schedule.devices} rows of {schedule.name}: name one "
             "per row; repeats are allowed"
         )
-    found = [*map(find_device, asked)]  # raises if this machine does not have one
-    return [str(find_part(str(name), row) or found[row]) for row, name in enumerate(asked)]
+    names = []
+    for row, name in enumerate(asked):
+        module = parts_called(str(name))
+        names.append(module.part_of_row(name, row) if module else str(find_device(name)))
+    return names
 
 
 # ---- weights, by the layers that they stand in

@@ -9,15 +9,14 @@ from functools import cache
 
 import torch
 
-from pipelab.runtime.torch.names import find_part
-from pipelab.runtime.torch.parts import stream_of_part
+from pipelab.runtime.devices import parts_called
 
 
 @cache
 def stream_of(name: str, worker: int, stage: int | None = None) -> torch.cuda.Stream:
     """The stream of a worker, or of its stage, on a GPU or a part of one."""
-    part = find_part(name)
-    return stream_of_part(*part) if part else torch.cuda.Stream(torch.device(name))
+    module = parts_called(name)
+    return module.stream_of(name) if module else torch.cuda.Stream(torch.device(name))
 
 
 @cache

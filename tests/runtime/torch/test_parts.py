@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipelab import make, parts, run
+from pipelab.gpu import parts as module
 from pipelab.runtime.torch import backend, names
-from pipelab.runtime.torch import parts as module
 from tests.support import SGD, batches, stages
 
 
@@ -106,7 +106,7 @@ def test_parts_are_disjoint_of_one_size_and_as_large_as_can_be(
     assert parts("cuda:1", count) == [f"cuda:1/{count}:{i}" for i in range(count)]
     assert module.part_sizes(1, count) == [each] * count
     for i in range(count):
-        module.stream_of_part(1, count, i)
+        module.stream_of(f"cuda:1/{count}:{i}")
     taken = [unit for those in driver.streams.values() for unit in those]
     assert len(taken) == len({*taken}) == count * each
     assert total - count * each < count * multiple  # one more for each would be too much
@@ -114,7 +114,7 @@ def test_parts_are_disjoint_of_one_size_and_as_large_as_can_be(
 
 def test_streams_of_one_part_share_its_multiprocessors(machine):
     driver = machine(Driver())
-    first, second = (module.stream_of_part(0, 4, 3) for _ in range(2))
+    first, second = (module.stream_of("cuda:0/4:3") for _ in range(2))
     assert first != second
     assert driver.streams[first] == driver.streams[second] == range(96, 128)
 
@@ -211,7 +211,7 @@ def test_a_run_goes_to_the_parts_that_its_devices_name(machine, monkeypatch):
     taken = {}
 
     def on_cpu(name, worker, apart):
-        taken[worker] = names.find_part(name)
+        taken[worker] = name
         return real("cpu", worker)
 
     real = backend.torch_device
@@ -220,4 +220,4 @@ def test_a_run_goes_to_the_parts_that_its_devices_name(machine, monkeypatch):
     given = make("gpipe", 3, 2), stages(3), batches(1)
     result = run(*given, torch.nn.functional.mse_loss, SGD, devices="cuda:0/3")
     assert result.check.passed
-    assert taken == {row: (0, 3, row) for row in range(3)}
+    assert taken == {row: f"cuda:0/3:{row}" for row in range(3)}

@@ -8,6 +8,7 @@ They need NVIDIA's driver from 555 (CUDA 12.5) on, the first that makes streams 
 package cuda-bindings, which comes with torch's CUDA builds.
 """
 
+import re
 from collections import deque
 from contextlib import suppress
 from functools import cache
@@ -16,9 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipelab.runtime.torch.names import find_device
+
 
 class GreenPart(NamedTuple):
-    """A part of a GPU.
+    """A part of a GPU, by CUDA.
 
     context  its green context
     streams  on it that nobody has taken yet
@@ -32,8 +35,37 @@ class DoesNotFit(ValueError):
     """The driver cannot divide a GPU's multiprocessors this way."""
 
 
-def stream_of_part(gpu: int, count: int, number: int) -> torch.cuda.Stream:
-    """A stream of its own on one of `count` parts of a GPU."""
+def parts(gpu: str = "cuda:0", count: int = 4) -> list[str]:
+    """The names of a GPU's disjoint, equal parts, for the `devices` of a run on threads.
+
+    >>> parts("cuda:0", 4)  # doctest: +SKIP
+    ['cuda:0/4:0', 'cuda:0/4:1', 'cuda:0/4:2', 'cuda:0/4:3']
+
+    "cuda:0/4" as `devices` is the same, taken in turn. Parts of a different count share
+    multiprocessors with these. Raises ValueError for a GPU that this machine does not have, or that
+    cannot be divided this way.
+    """
+    if not (isinstance(count, int) and count > 0 and re.fullmatch(r"cuda:\d+", gpu)):
+        raise ValueError(
+            f"parts({gpu!r}, {count!r}): give a GPU such as 'cuda:0', and a number of parts"
+        )
+    return [part_of_row(f"{gpu}/{count}", row) for row in range(count)]
+
+
+def part_of_row(name: str, row: int) -> str:
+    """The part with this name, or the row's if it stands for all. ValueError if there is none."""
+    _, count, *numbers = map(int, re.findall(r"\d+", name))
+    gpu = find_device(name).index
+    there = len(parts_of(gpu, count))
+    (number,) = numbers or [row % there]
+    if number >= there:
+        raise ValueError(f"device {name!r}: its {there} parts have the numbers 0 to {there - 1}")
+    return f"cuda:{gpu}/{count}:{number}"
+
+
+def stream_of(part: str) -> torch.cuda.Stream:
+    """A stream of its own on a part."""
+    gpu, count, number = map(int, re.findall(r"\d+", part))
     context, streams = parts_of(gpu, count)[number]
     stream = streams.pop() if streams else _stream_on(context)
     return torch.cuda.ExternalStream(int(stream), device=torch.device("cuda", gpu))

@@ -1,0 +1,1 @@
+"""Devices that the runtime does not know: parts of a GPU."""
