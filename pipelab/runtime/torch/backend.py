@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,31 @@ from pipelab.runtime.orders import Order
 from pipelab.runtime.session import Backend
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
-from pipelab.runtime.torch.alike import check_alike, check_memory, check_slices, shared_buffers
 from pipelab.runtime.torch.checkpoint import Index
+from pipelab.runtime.torch.checks import (
+    check_alike,
+    check_generators,
+    check_memory,
+    check_replicas,
+    check_stages,
+    check_statistics,
+    draws_random,
+    find_autocast,
+    find_ties,
+    shared_buffers,
+)
 from pipelab.runtime.torch.copies import copy_modules
 from pipelab.runtime.torch.cuda import torch_device
 from pipelab.runtime.torch.device import CpuDevice, check_modes, kind_of_device
-from pipelab.runtime.torch.names import device_names, find_device, names_in
+from pipelab.runtime.torch.names import device_names, find_device
 from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.reach import check_registered
 from pipelab.runtime.torch.replay import TorchModel
 from pipelab.runtime.torch.settings import repeatable
+from pipelab.runtime.torch.slices import check_sliced, check_slices
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import TREES, StageState
+from pipelab.runtime.torch.weight_names import names_in
 from pipelab.runtime.work import Work
 from pipelab.runtime.worker import Job
 from pipelab.table.action import HOST, Kind
@@ -154,7 +166,7 @@ class TorchBackend(Backend):
             self.ties = find_ties(schedule, stages)
         self._names = names_in(stages)
         self.launcher, self.devices = _launcher(schedule, options)
-        drawing = map(_draws, nn.ModuleList(stages).modules())
+        drawing = map(draws_random, nn.ModuleList(stages).modules())
         self.draws = options.seed is not None or (options.training and any(drawing))
         seed = self._resume(Path(options.resume)) if options.resume else options.seed
         if schedule.slices:
@@ -378,119 +390,3 @@ def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
                 "backend='processes' (or the launcher), or name whole GPUs"
             )
     return launcher, names
-
-
-# ---- the arguments of `run`: refused where they cannot be run, else looked through
-
-
-def check_stages(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a weight without values, a sparse one, or one with a hook."""
-    for s, stage in enumerate(stages):
-        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            if tensor.is_meta:
-                raise ValueError(
-                    f"{name} of stage {s} is on the meta device and has no values: give it some, "
-                    "such as by to_empty(device='cpu') and load_state_dict"
-                )
-        for name, p in stage.named_parameters():
-            if p.layout not in (torch.strided, torch.jagged):
-                raise ValueError(
-                    f"weight {name} of stage {s} is a {p.layout} tensor, which cannot be copied: "
-                    "make it a dense one (to_dense), or a buffer"
-                )
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-                raise ValueError(
-                    f"weight {name} of stage {s} has a hook, which would see micro-batches and is "
-                    "not copied: remove it; gradients can be changed by the optimizer"
-                )
-
-
-def check_statistics(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a layer in two stages that keeps running statistics: each has its own copy."""
-    owners: dict[int, int] = {}  # of the statistics, which two layers may have in common
-    for s, stage in enumerate(stages):
-        for name, part in stage.named_modules():
-            mean = getattr(part, "running_mean", None) if part.training else None
-            if mean is not None and owners.setdefault(id(mean), s) != s:
-                raise ValueError(
-                    f"stages {owners[id(mean)]} and {s} share the running statistics of the "
-                    f"{type(part).__name__} {name}, but each would update its own copy: give each "
-                    "its own layer (copy.deepcopy), or put both uses in one stage"
-                )
-
-
-def check_sliced(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a stage whose forward does not take the past of earlier slices."""
-    for s, stage in enumerate(stages):
-        try:
-            signature(stage.forward).bind(None, ())
-        except TypeError:
-            raise ValueError(
-                f"stage {s} is a {type(stage).__name__}, which takes whole sequences: give "
-                "pipelab.models.sliced.Sliced(*layers), or a module with forward(x, past)"
-            ) from None
-
-
-def check_generators(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a module that draws from its own generator, if forwards run again."""
-    for s, stage in enumerate(stages):
-        for part in stage.modules():
-            for name, value in vars(part).items():
-                if isinstance(value, torch.Generator):
-                    raise ValueError(
-                        f"stage {s}: {name} of a {type(part).__name__} is a torch.Generator, from "
-                        "which a recomputed forward would draw different numbers: let it draw "
-                        "from torch's own, or use recompute='never'"
-                    )
-
-
-def check_replicas(schedule: Schedule, replicas: int) -> None:
-    if replicas > 1 and (schedule.asynchronous or schedule.per_update != schedule.microbatches):
-        raise ValueError(
-            f"replicas={replicas} with {schedule.name}, which updates without a flush: replicas "
-            "would train different weights; use a schedule with a flush"
-        )
-
-
-def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str, int]]:
-    """Per stage, the weights that other stages share: name -> number of the tie."""
-    owners: dict[int, list[tuple[int, str]]] = {}
-    for s, stage in enumerate(stages):
-        for name, p in stage.named_parameters():
-            owners.setdefault(id(p), []).append((s, name))
-    # A tie is a weight that several places have; its number is the same in all of them.
-    ties: list[dict[str, int]] = [{} for _ in stages]
-    for number, shared in enumerate(places for places in owners.values() if len(places) > 1):
-        for s, name in shared:
-            ties[s][name] = number
-        if schedule.asynchronous:
-            (a, name), (b, _) = shared[:2]
-            raise ValueError(
-                f"stages {a} and {b} share the weight {name}, but {schedule.name} updates without "
-                "a flush: their versions would differ; give each stage its own (copy.deepcopy) or "
-                "use a schedule with a flush"
-            )
-    return ties
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether a layer draws random numbers."""
-    # Attention and recurrent layers name their rate `dropout`.
-    attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
-    rate = getattr(module, attribute, 0)
-    return module.training and isinstance(rate, (int, float)) and rate > 0
-
-
-def find_autocast(autocast: torch.dtype | None, names: Sequence[str]) -> torch.dtype | None:
-    """The given type, or that of the caller's autocast context."""
-    kinds = {find_device(name).type for name in names}
-    if autocast is None:
-        # A worker thread does not inherit the caller's context.
-        enabled = (torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
-        autocast = next(enabled, None)
-    if autocast not in (None, torch.bfloat16):
-        raise ValueError(
-            f"autocast={autocast}: use torch.bfloat16; float16 needs a scaled loss, which is not "
-            "supported"
-        )
-    return autocast

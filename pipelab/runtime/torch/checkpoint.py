@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from pipelab.runtime.batches import kind_of
 from pipelab.runtime.drafts import write, writing
 from pipelab.runtime.reading import regular
-from pipelab.runtime.torch.names import layers_in
+from pipelab.runtime.torch.buffers import differ
 from pipelab.runtime.torch.recut import recut
-from pipelab.runtime.torch.state import StageState, differ
+from pipelab.runtime.torch.state import StageState
+from pipelab.runtime.torch.weight_names import layers_in
 from pipelab.table.schedule import Schedule
 
 INDEX, LOADER = "checkpoint.json", "loader.pt"
@@ -37,7 +38,7 @@ class Index:
     seed     of the forwards' random numbers
     schedule as CSV
     digests  of the stages' files
-    layers   by stage, the names of its layers: see `names.layers_in`
+    layers   by stage, the names of its layers: see `weight_names.layers_in`
     """
 
     batch: int

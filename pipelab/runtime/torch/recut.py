@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipelab.runtime.torch.names import Cut, Place, layers_in
 from pipelab.runtime.torch.state import StageState
+from pipelab.runtime.torch.weight_names import Cut, Place, layers_in
 
 BY_NAME = "buffers", "frozen", "optimizer", "groups", "attributes"
 

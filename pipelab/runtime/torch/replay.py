@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.runtime.options import Options
 from pipelab.runtime.torch.attributes import load_into_modules, of_modules
+from pipelab.runtime.torch.buffers import load_buffers
 from pipelab.runtime.torch.copies import copy_modules
 from pipelab.runtime.torch.device import DRAWING, draw_from, drew_from
-from pipelab.runtime.torch.names import names_in
 from pipelab.runtime.torch.optimizers import make_optimizer
-from pipelab.runtime.torch.state import TREES, StageState, equal, load_buffers
+from pipelab.runtime.torch.state import TREES, StageState, equal
+from pipelab.runtime.torch.weight_names import names_in
 from pipelab.runtime.verdict.replay import Library, Piece, Sums, Weights
 
 Buffers = list[dict[str, Any]]

@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import check_leaves
 from pipelab.runtime.prepare import seed_for
+from pipelab.runtime.torch.buffers import Buffers, as_they_were, buffers_of, copies_of_buffers
 from pipelab.runtime.torch.device import NO_CONTEXT, CpuDevice, whole_backward
 from pipelab.runtime.torch.ledger import Explained, Saved, remaining, storages
 from pipelab.runtime.torch.offload import Offloaded
 from pipelab.runtime.torch.reach import check_graph
 from pipelab.runtime.torch.split_backward import Halves
-from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
 from pipelab.runtime.torch.weights import VersionedStage
 from pipelab.table.action import Kind
 

@@ -21,18 +21,12 @@ from pipelab.runtime.torch.attributes import (
     load_into_modules,
     of_modules,
 )
+from pipelab.runtime.torch.buffers import buffers_of, differ, load_buffers
 from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.ledger import storages
 from pipelab.runtime.torch.offload import Offloaded
 from pipelab.runtime.torch.optimizers import make_optimizer
-from pipelab.runtime.torch.state import (
-    TREES,
-    StageState,
-    buffers_of,
-    differ,
-    load_buffers,
-    on_cpu,
-)
+from pipelab.runtime.torch.state import TREES, StageState, on_cpu
 
 PIECE = 2**20  # numbers of a gradient whose squares a GPU adds up at once
 
@@ -63,7 +57,7 @@ class VersionedStage(CountingStage):
     slices  of a sequence, one after another: the module then takes the past of earlier ones
     splits  whether parts of what a forward keeps go before its last backward: to W or the host
     start   what to continue from
-    names   of its weights in the model: see `names.names_in`
+    names   of its weights in the model: see `weight_names.names_in`
     draws   by whether it trains, whether its forwards draw random numbers; if unknown, the first
             one shows it. Only stages that draw must take turns
     total   the gradient of the next update so far, by weight, of any versions; it stands in the

@@ -1,6 +1,7 @@
-"""What a run computes apart has to stay one model: copies, replicas, stages that share, slices."""
+"""Slices of sequences have to compute what whole sequences do: checked before a run of them."""
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,41 +15,16 @@ from pipelab.runtime.torch.state import TREES
 NEAR = 1e-6  # of float64 sums in another order, with room
 
 
-def check_memory(stages: Sequence[nn.Module]) -> None:
-    """ValueError for trained weights of two stages that share memory, but are not one parameter."""
-    owners: dict[int, tuple[int, str, nn.Parameter]] = {}
+def check_sliced(stages: Sequence[nn.Module]) -> None:
+    """ValueError for a stage whose forward does not take the past of earlier slices."""
     for s, stage in enumerate(stages):
-        for name, p in stage.named_parameters():
-            if p.requires_grad and p.layout is torch.strided and p.data_ptr():
-                other, of_other, owner = owners.setdefault(p.data_ptr(), (s, name, p))
-                if owner is not p and other != s:
-                    raise ValueError(
-                        f"weight {of_other} of stage {other} and weight {name} of stage {s} share "
-                        "their memory, but each stage would train its own copy: tie them by one "
-                        "nn.Parameter, or give each its own (clone())"
-                    )
-
-
-def check_alike(stages: Sequence[nn.Module]) -> None:
-    """ValueError for an embedding that changes its weights by what one copy of it sees."""
-    for s, stage in enumerate(stages):
-        for name, part in stage.named_modules():
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
-                raise ValueError(
-                    f"stage {s}: its {name or type(part).__name__} has max_norm={part.max_norm}, "
-                    "by which forwards change its weight, so copies and replicas, which see other "
-                    "data, would differ: leave it out, or use replicas=1 and a schedule without "
-                    "copies"
-                )
-
-
-def shared_buffers(stages: Sequence[nn.Module]) -> list[set[str]]:
-    """By stage, the names of its buffers that other stages have, too."""
-    owners: dict[int, set[int]] = {}
-    for s, stage in enumerate(stages):
-        for buffer in stage.buffers():
-            owners.setdefault(id(buffer), set()).add(s)
-    return [{n for n, b in stage.named_buffers() if len(owners[id(b)]) > 1} for stage in stages]
+        try:
+            signature(stage.forward).bind(None, ())
+        except TypeError:
+            raise ValueError(
+                f"stage {s} is a {type(stage).__name__}, which takes whole sequences: give "
+                "pipelab.models.sliced.Sliced(*layers), or a module with forward(x, past)"
+            ) from None
 
 
 def check_slices(
