@@ -171,11 +171,11 @@ class TorchBackend(Backend):
         seed = self._resume(Path(options.resume)) if options.resume else options.seed
         if schedule.slices:
             check_sliced(stages)
-        if schedule.slices and (self.draws or options.recompute is not Recompute.NEVER):
-            raise ValueError(
-                f"{schedule.name} slices sequences, so forwards cannot draw random numbers or be "
-                "recomputed: leave out dropout, seed and recompute"
-            )
+            if self.draws or options.recompute is not Recompute.NEVER:
+                raise ValueError(
+                    f"{schedule.name} slices sequences, so forwards cannot draw random numbers or "
+                    "be recomputed: leave out dropout, seed and recompute"
+                )
         self.options = replace(
             options,
             autocast=find_autocast(options.autocast, self.devices),

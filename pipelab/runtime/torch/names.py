@@ -19,12 +19,10 @@ def find_device(name: str | torch.device) -> torch.device:
     here = ["cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))]
     if whole not in here:
         raise ValueError(f"device {str(name)!r}: this machine has {', '.join(here)}")
-    # Tensors say which GPU they are on: without a number, theirs would be another device's.
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if whole == "cuda"
-        else torch.device(whole)
-    )
+    if whole == "cuda":
+        # Tensors say which GPU they are on: without a number, theirs would be another device's.
+        whole = f"cuda:{torch.cuda.current_device()}"
+    return torch.device(whole)
 
 
 def device_names(schedule: Schedule, devices: Any) -> list[str]:

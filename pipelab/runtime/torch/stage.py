@@ -79,7 +79,7 @@ class TorchStage(VersionedStage):
             if self.training:
                 self._keep_input(microbatch, x)
             # On copies: what works in place must not change what the second forward takes.
-            copied, target = pytree.tree_map_only(Tensor, Tensor.clone, (x, fed.target))
+            copied, target = self.copied((x, fed.target))
             with torch.no_grad(), _unwritten(copied, leaves) if leaves else NO_CONTEXT:
                 output = self._apply(microbatch, copied, target)[0]
             if self.training:

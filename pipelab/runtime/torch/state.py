@@ -353,9 +353,9 @@ def _summary(kinds: Sequence[str]) -> str:
     return f"{optimizer} and {', '.join(schedulers) or 'no scheduler'}"
 
 
-def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies on the CPU of those that are tensors."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), dict(values))
+def on_cpu(tree: Any) -> Any:
+    """The tree with copies of its tensors on the CPU."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), tree)
 
 
 def _saved(values: Mapping[str, Any]) -> dict[str, Any]:

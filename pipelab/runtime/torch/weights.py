@@ -350,7 +350,7 @@ class VersionedStage(CountingStage):
     def trained(self) -> dict[str, Tensor]:
         """The module's state with its latest weights, on the CPU."""
         self._bind_version(self.latest)
-        return on_cpu(self.module.state_dict())
+        return on_cpu(dict(self.module.state_dict()))
 
     def resume_state(self) -> StageState:
         """For a checkpoint between two batches: all that will still be read, on the CPU."""
@@ -410,7 +410,7 @@ class VersionedStage(CountingStage):
         return pytree.tree_map_only(Tensor, Tensor.clone, data)
 
     def given_back(self, output: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), output)
+        return on_cpu(output)
 
     # ---- the sum of gradients
 
