@@ -33,7 +33,7 @@ def loading(name: str) -> Iterator[None]:
     cache; else they would retry for minutes.
     """
     folder = Path(name)
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in folder.glob("*"):
         if not path.is_file() and not path.is_dir():  # a pipe, say, which would be waited for
             raise ValueError(f"cannot load {name!r}: {path} is not a file: remove it")
     offline = constants.HF_HUB_OFFLINE

@@ -34,7 +34,7 @@ class CudaDevice(CpuDevice):
         super().__init__(device)
         self.stream, self.computing, self.of_stages = stream, stream, of_stages or {}
         self.apart, self._all = bool(of_stages), {stream, *self.of_stages.values()}
-        self.copies: torch.cuda.Stream | None = None  # if it copies to or from the host
+        self.copy_stream: torch.cuda.Stream | None = None  # if it copies to or from the host
         self._of_caller: Sequence[torch.cuda.Event] = ()
 
     @contextmanager
@@ -121,8 +121,8 @@ class CudaDevice(CpuDevice):
         result = work()
 
         def wait() -> Any:
-            if self.copies:
-                self.stream.wait_stream(self.copies)
+            if self.copy_stream:
+                self.stream.wait_stream(self.copy_stream)
             return result
 
         return wait
@@ -130,11 +130,11 @@ class CudaDevice(CpuDevice):
     @contextmanager
     def copying(self) -> Iterator[None]:
         # A stream of its own, which marks of time are then of, too.
-        copies = self.copies = copy_stream(self.computing)
-        copies.wait_stream(self.stream)
-        self.stream = copies
+        stream = self.copy_stream = copy_stream(self.computing)
+        stream.wait_stream(self.stream)
+        self.stream = stream
         try:
-            with torch.cuda.stream(copies):
+            with torch.cuda.stream(stream):
                 yield
         finally:
             self.stream = self.computing

@@ -22,9 +22,9 @@ class Offloaded:
         self.left: list[Tensor] = []
         self._blocks: dict[int, Tensor] = {}  # by the address that it had
         self._moved: list[tuple[Saved | Tensor, int, Tensor]] = []  # the last: a view on the host
-        found: list[tuple[Saved | Tensor, Tensor]] = [(x, x.detach()) for x in inputs]
-        found += [(each, each.unpack()) for each in saved if each.tensor is not None]
-        for owner, tensor in found:
+        held: list[tuple[Saved | Tensor, Tensor]] = [(x, x.detach()) for x in inputs]
+        held += [(one, one.unpack()) for one in saved if one.tensor is not None]
+        for owner, tensor in held:
             if not _plain(tensor) or device.ledger.ignores(tensor):
                 self.left.append(tensor)
                 continue
@@ -58,6 +58,6 @@ def _view(like: Tensor, memory: Tensor) -> Tensor:
 
 def _give(owner: Saved | Tensor, tensor: Tensor) -> None:
     # As data: its version goes on to tell of changes by a stage that was given it.
-    own = owner.tensor if isinstance(owner, Saved) else owner
-    assert own is not None, "given back before its last use"
-    own.data = tensor
+    place = owner.tensor if isinstance(owner, Saved) else owner
+    assert place is not None, "given back before its last use"
+    place.data = tensor

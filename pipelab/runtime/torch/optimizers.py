@@ -38,7 +38,7 @@ def make_optimizer(
             _check_weights(x, of_x, weights)
             _check_step(x)
         inner = [x for x in vars(optimizer).values() if hasattr(x, "param_groups")]
-        optimizers, given = [optimizer, *inner, *stepped], [*optimizer.param_groups]
+        optimizers, groups_given = [optimizer, *inner, *stepped], [*optimizer.param_groups]
         stay = [(x, x) for x in (*weights, *optimizers, *schedulers)]
         # Copied together: a scheduler may have noted groups and rates, and an optimizer around
         # another one has its list, or its groups.
@@ -48,7 +48,7 @@ def make_optimizer(
             x.param_groups[:] = of_x
         for x, of_x in zip(schedulers, states, strict=True):
             vars(x).update(of_x)
-        for group in given:  # a scheduler that has written into a tensor has noted what it was
+        for group in groups_given:  # a scheduler that has written into a tensor noted what it was
             if isinstance(group.get("lr"), Tensor) and "initial_lr" in group:
                 group["lr"].copy_(group["initial_lr"])
         for x in optimizers:  # torch's keep there what they were given, too
@@ -79,8 +79,8 @@ def _takes_names(factory: Callable[[Any], Any]) -> bool:
 def _check_weights(made: Any, optimizer: Any, weights: Sequence[Tensor]) -> None:
     """ValueError for what is no optimizer, or one of other weights, such as the caller's own."""
     groups = getattr(optimizer, "param_groups", [{"params": [None]}])
-    found = {id(p) for group in groups for p in group["params"]}
-    if not found <= set(map(id, weights)):
+    grouped = {id(p) for group in groups for p in group["params"]}
+    if not grouped <= set(map(id, weights)):
         raise ValueError(
             f"the optimizer's factory made a {type(made).__name__} of weights that it was not "
             "called with: give one that uses its argument, such as torch.optim.SGD"

@@ -22,9 +22,9 @@ def check_registered(stages: Sequence[nn.Module], loss: Any) -> None:
     """ValueError for a weight in a plain attribute, or in a loss, which would not be trained."""
     every = {id(p): (s, n) for s, stage in enumerate(stages) for n, p in stage.named_parameters()}
     for s, stage in enumerate(stages):
-        own = {id(p) for p in stage.parameters()}
+        registered = {id(p) for p in stage.parameters()}
         for path, tensor in hidden_in(stage):
-            if id(tensor) in every.keys() - own:
+            if id(tensor) in every.keys() - registered:
                 other, name = every[id(tensor)]
                 raise ValueError(
                     f"stage {s} uses weight {name} of stage {other} by its attribute {path}, where "

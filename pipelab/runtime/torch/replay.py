@@ -24,7 +24,7 @@ from pipelab.runtime.torch.state import TREES, StageState, equal
 from pipelab.runtime.torch.weight_names import names_in
 from pipelab.runtime.verdict.replay import Library, Piece, Sums, Weights
 
-Buffers = list[dict[str, Any]]
+StageBuffers = list[dict[str, Any]]
 
 
 class _Ran(NamedTuple):
@@ -42,7 +42,7 @@ class _Ran(NamedTuple):
     weights: Weights
     x: Any
     past: Any
-    before: Buffers | None
+    before: StageBuffers | None
     leaves: list[Tensor | None]
     cut: int
     ends: list[Any]
@@ -65,6 +65,7 @@ class TorchLibrary(Library):
         self.wide: Any = getattr(torch, wide) if wide else None
         # As in the run, a stage's first forward shows whether it draws, where that is not known.
         self._draws = dict[tuple[int, int], bool]()
+        self._at_start: Any = None  # what modules keep beside their weights
         lanes: Any = nn.ModuleList(map(nn.ModuleList, modules)).to(self.device)
         self.lanes, self.stages = len(lanes), len(lanes[0])
         self.modules = lanes if self.options.training else lanes.eval()
@@ -224,7 +225,7 @@ class TorchLibrary(Library):
         for name, p in self.named[lane][s].items():
             p.data = weights[name]
 
-    def _copied_buffers(self, lane: int, s: int) -> Buffers:
+    def _copied_buffers(self, lane: int, s: int) -> StageBuffers:
         """By part of a stage and name; what is one stays one."""
         copies: dict[int, Any] = {}
 
@@ -234,7 +235,7 @@ class TorchLibrary(Library):
         parts = self.modules[lane][s].modules()
         return [{name: copied(b) for name, b in part._buffers.items()} for part in parts]
 
-    def _put_buffers(self, lane: int, s: int, buffers: Buffers) -> None:
+    def _put_buffers(self, lane: int, s: int, buffers: StageBuffers) -> None:
         for part, of_part in zip(self.modules[lane][s].modules(), buffers, strict=True):
             part._buffers.update(of_part)
 
@@ -283,16 +284,16 @@ class _Narrowing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, library = func(*args, **kwargs or {}), self.library
-        given, made = (
+        before, after = (
             [torch.finfo(t.dtype).eps for t in pytree.tree_leaves(tree) if _is_float(t)]
             for tree in ((args, kwargs), result)
         )
-        narrower = (eps for eps in made if given and eps > min(given))
+        narrower = (eps for eps in after if before and eps > min(before))
         library.narrowest = max([library.narrowest, *narrower])
         return result
 
 
-class _Whole(nn.Sequential):
+class _AllStages(nn.Sequential):
     """All stages as one."""
 
     def forward(self, x: Any, *past: Any) -> Any:
@@ -354,7 +355,7 @@ class TorchModel:
         return self.library("float64")
 
     def whole(self, wide: str) -> TorchLibrary:
-        return TorchLibrary(self, [[_Whole(*self.library(wide).modules[0])]], wide)
+        return TorchLibrary(self, [[_AllStages(*self.library(wide).modules[0])]], wide)
 
     def optimizer(self) -> "TorchSteps":
         return TorchSteps(self.modules, self.options.optimizer, self.device, self.start)

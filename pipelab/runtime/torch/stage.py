@@ -134,7 +134,7 @@ class TorchStage(VersionedStage):
         """
         fed, training = self.fed[microbatch], self.training
         seed = None
-        if fed.seed and self.draws.get(training, True):
+        if fed.seed and self.known_to_draw.get(training, True):
             seed = int(seed_for(*fed.seed))
         with Explained(), self.device.forward_context(seed, self.options.autocast) as drew:
             y, past = self.module(*x) if self.slices > 1 else (self.module(x), ())
@@ -144,8 +144,8 @@ class TorchStage(VersionedStage):
             if self.last and not training:
                 self.measure(microbatch, y, target)
             value: Any = self.options.loss(y, target) if self.last else None
-            if seed is not None and training not in self.draws:
-                self.draws[training] = drew()
+            if seed is not None and training not in self.known_to_draw:
+                self.known_to_draw[training] = drew()
         if not self.last:
             leaves = _leaves(y)
             check_leaves(leaves, "a stage's output")
@@ -246,7 +246,7 @@ class TorchStage(VersionedStage):
         # Whichever version this is, its backward adds to the one sum, in place.
         self._sum_in(self.weights[self.fed[microbatch].version])
         pull = self._pull_graph if count or self.slices > 1 else self._pull_nothing
-        with self.device.backward_context(self.draws.get(True, False)):
+        with self.device.backward_context(self.known_to_draw.get(True, False)):
             of_leaves = pull(microbatch, kept, gradients, count, kind)
         if kind is Kind.W or not kept.past:
             return of_leaves

@@ -58,8 +58,8 @@ class VersionedStage(CountingStage):
     splits  whether parts of what a forward keeps go before its last backward: to W or the host
     start   what to continue from
     names   of its weights in the model: see `weight_names.names_in`
-    draws   by whether it trains, whether its forwards draw random numbers; if unknown, the first
-            one shows it. Only stages that draw must take turns
+    draws   whether forwards are known to draw random numbers; if not, the first one in training and
+            the first one in evaluation show it. Only stages that draw must take turns
     total   the gradient of the next update so far, by weight, of any versions; it stands in the
             `grad` of those of one version, where backwards add to it
 
@@ -99,7 +99,7 @@ class VersionedStage(CountingStage):
         self._past: dict[int, Any] = {}  # by slice, what its forward has left for the next one
         self._away: dict[int, Offloaded] = {}  # by micro-batch
         self._owed: dict[int, list[Tensor | None]] = {}  # by slice, the gradients of that
-        self.draws = {True: True} if draws else {}
+        self.known_to_draw = {True: True} if draws else {}
         self.weights = {0: _summed_wide(dict(module.named_parameters()))}
         # Where each weight stands in the module; in several places if layers share it.
         names_of = {id(p): name for name, p in self.weights[0].items()}
