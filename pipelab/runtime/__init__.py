@@ -25,5 +25,6 @@ numbers are moved by an `Offset`. Each replica numbers its own share of micro-ba
 *data* are numbered batch by batch, and within a batch replica by replica (`microbatches_of`).
 
 `verdict.replay` does the same on one device by the papers' rules, in the backend's arithmetic.
-Torch's backend is `torch.backend`; a room above adds its own to `backends.BACKENDS`, as JAX's does.
+Torch's backend is `torch.backend`; a room above adds its own to `backends.BACKENDS`, as JAX's does,
+and parts of devices to `devices.PARTS`.
 """

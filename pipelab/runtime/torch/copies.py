@@ -15,7 +15,7 @@ from pipelab.runtime.torch.functions import closure_of
 
 def copied_with(value: Any, instead: Iterable[tuple[Any, Any]]) -> Any:
     """A deep copy; where the value leads to the first of a pair, the copy has the second."""
-    # deepcopy looks up in this dictionary what it has copied before.
+    # deepcopy looks up in this dictionary, which Python does not describe, what it has copied.
     return copy.deepcopy(value, {id(one): other for one, other in instead})
 
 
