@@ -37,15 +37,15 @@ class JaxJob(Job):
     shapes: Sequence[Sequence[tuple[Any, Any]]]
     draws: bool
 
-    def home(self) -> JaxDevice:
+    def make_device(self) -> JaxDevice:
         return JaxDevice(self.device)
 
-    def stages(self, home: JaxDevice) -> dict[int, JaxStage]:
+    def stages(self, device: JaxDevice) -> dict[int, JaxStage]:
         stages = {}
         kinds = {action.kind for action in self.schedule.rows[self.row]}
         for s, (apply, parameters) in self.functionals.items():
             ends = {"first": s == 0, "last": s == self.schedule.stages - 1}
-            stages[s] = JaxStage(apply, parameters, home, self.options, kinds, **ends)
+            stages[s] = JaxStage(apply, parameters, device, self.options, kinds, **ends)
         return stages
 
     def prepare(self, stages: dict[int, JaxStage]) -> None:

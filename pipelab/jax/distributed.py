@@ -138,13 +138,13 @@ class Distributed(Cluster):
     def wire_between(self, pairs: Iterable[Ends], jobs: Sequence[Job]) -> Wire:
         """A wire of pairs of rows."""
         names, links = f"{self.meeting}/wire/{self._given}", {}
-        homes = {job.row: job.home().device for job in jobs}
+        devices = {job.row: job.make_device().device for job in jobs}
         for a, b in [ends for pair in pairs for ends in (pair, pair[::-1])]:
             other = self.owners[b]
             if self.owners[a] == self.me != other:
                 to, back = f"{names}/{a}-{b}", f"{names}/{b}-{a}"
                 ends = self.server, self.connections[other]
-                links[a, b] = TransferLink(self, to, back, *ends, homes[a])
+                links[a, b] = TransferLink(self, to, back, *ends, devices[a])
         return Wire(jobs[0], links)
 
     # ---- the store of jax's coordination service

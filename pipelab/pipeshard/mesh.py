@@ -191,10 +191,10 @@ class MeshJob(Job):
     def where(self) -> str:
         return f"mesh {self.row} ({', '.join(map(str, self.device.mesh.devices.flat))})"
 
-    def home(self) -> MeshDevice:
+    def make_device(self) -> MeshDevice:
         return self.device
 
-    def stages(self, home: MeshDevice) -> dict[int, MeshStage]:
+    def stages(self, device: MeshDevice) -> dict[int, MeshStage]:
         return self.mesh_stages
 
     def after(self, order: Order, stages: dict[int, MeshStage], transport: Transport) -> None:

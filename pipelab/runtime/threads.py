@@ -114,16 +114,16 @@ class Threads(AbstractContextManager):
         self.outcomes: list[deque[Outcome]] = [deque() for _ in jobs]
         self.errors: list[BaseException] = []
         # Stages are made here: threads start with all that may fail behind them.
-        homes = self.homes = [job.home() for job in jobs]
+        devices = self.devices = [job.make_device() for job in jobs]
         self.workers = [
             # Daemons: one that hangs in a library's call must not keep the process from ending.
             Thread(
                 target=self._work,
-                args=(i, job, home, _placed(job, home)),
+                args=(i, job, device, _placed(job, device)),
                 name=f"pipelab device {job.row}",
                 daemon=True,
             )
-            for i, (job, home) in enumerate(zip(jobs, homes, strict=True))
+            for i, (job, device) in enumerate(zip(jobs, devices, strict=True))
         ]
         for worker in self.workers:
             worker.start()
@@ -134,16 +134,16 @@ class Threads(AbstractContextManager):
                 for transport in self.transports:  # a paced run's messages say when they came
                     transport.began = None if jobs[0].paced else self.began
                 time.sleep(max(0.0, self.began - time.perf_counter()))
-                for home in homes:
-                    home.begin(self.began)
+                for device in devices:
+                    device.begin(self.began)
                 self.ready.wait()
             except BrokenBarrierError:  # a worker could not start
                 self._fail()
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Give each of this process's ranks its order; does not wait for them."""
-        for queue, home, order in zip(self.queues, self.homes, orders, strict=True):
-            queue.put((order, home.callers_work(order)))
+        for queue, device, order in zip(self.queues, self.devices, orders, strict=True):
+            queue.put((order, device.callers_work(order)))
 
     def collect(self, call: str = "a batch's end") -> list[Outcome]:
         """The outcomes, from all ranks, of the oldest orders not collected yet.
@@ -189,10 +189,10 @@ class Threads(AbstractContextManager):
             transport.abort()
         self.ready.abort()
 
-    def _work(self, i: int, job: Job, home: Device, stages: Any) -> None:
+    def _work(self, i: int, job: Job, device: Device, stages: Any) -> None:
         """The work of a thread."""
         try:
-            with home.active():
+            with device.active():
                 job.prepare(stages)
                 # First until all are ready, then until the clock has been set: `began` is read
                 # after that.
@@ -200,10 +200,10 @@ class Threads(AbstractContextManager):
                 self.ready.wait()
                 progress = partial(self.marks.__setitem__, job.rank)
                 transport = self.transports[job.replica]
-                worker = Worker(job, stages, home, transport, self.began, progress)
+                worker = Worker(job, stages, device, transport, self.began, progress)
                 while given := self.queues[i].get():
                     order, before = given
-                    home.wait_for_caller(before)
+                    device.wait_for_caller(before)
                     outcome = worker.work(order)
                     progress(AFTER)
                     self.done.put((i, outcome))
@@ -231,9 +231,9 @@ class Threads(AbstractContextManager):
             del failures  # as above: the error's traceback refers to this frame
 
 
-def _placed(job: Job, home: Device) -> Mapping[int, Stage]:
-    with home.placing():
-        return job.stages(home)
+def _placed(job: Job, device: Device) -> Mapping[int, Stage]:
+    with device.placing():
+        return job.stages(device)
 
 
 def _mailboxes(job: Job) -> list[Transport]:

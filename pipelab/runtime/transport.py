@@ -46,50 +46,47 @@ class Transport:
 
     began: float | None = None
 
-    def __init__(self, devices: int) -> None:
-        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(devices)]
-        self._boxes: list[dict[Key, Message]] = [{} for _ in range(devices)]
+    def __init__(self, rows: int) -> None:
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(rows)]
+        self._boxes: list[dict[Key, Message]] = [{} for _ in range(rows)]
         self.ended = Event()
         self.replicas: Sequence[Transport] = [self]
 
-    def send(self, key: Key, device: int, message: Message) -> None:
-        """Hand a message to `device`; does not wait for the receiver."""
-        self._queues[device].put((key, message))
+    def send(self, key: Key, row: int, message: Message) -> None:
+        """Hand a message to a row; does not wait for the receiver."""
+        self._queues[row].put((key, message))
 
-    def receive(self, key: Key, device: int) -> Message:
-        """The message of that key, on `device`, in its only thread that receives; waits for it.
+    def receive(self, key: Key, row: int) -> Message:
+        """The row's message of that key, in its only thread that receives; waits for it.
 
         Aborted when the run has ended.
         """
-        box = self._boxes[device]
+        box = self._boxes[row]
         while key not in box and not self.ended.is_set():
-            found, message = self._queues[device].get()
-            box[found] = message
+            arrived, message = self._queues[row].get()
+            box[arrived] = message
         # Even if the message is there: a run that has ended starts nothing more.
         self.sleep(0)
         # A message has one reader: popped, its arrays live no longer than that one needs them.
         return box.pop(key)
 
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
-        """`parts`, on `home`, added up one by one over the same device of all replicas.
-
-        Waits for them.
-        """
+    def sum_over_replicas(self, key: Key, row: int, sums: list[Any], device: Device) -> list[Any]:
+        """A row's sums, on its device, added up one by one over all replicas; waits for them."""
         # Everybody sends to everybody, itself too, and adds up in the same order: sums of floats
         # depend on it, and replicas have to stay equal to the last bit.
         me = self.replicas.index(self)
         for replica in self.replicas:
-            replica.send((key, me), device, Message(home.give(parts), 0.0))
-        received = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
-        return add_up(map(home.take, received))
+            replica.send((key, me), row, Message(device.give(sums), 0.0))
+        received = [self.receive((key, r), row).payload for r in range(len(self.replicas))]
+        return add_up(map(device.take, received))
 
-    def from_first_replica(self, key: Key, device: int, payload: Any, home: Device) -> Any:
-        """The payload that the first replica gives, on the same device of each; waits for it."""
+    def from_first_replica(self, key: Key, row: int, payload: Any, device: Device) -> Any:
+        """The payload that the first replica gives, on the row's device of each; waits for it."""
         first, *others = self.replicas
         if self is not first:
-            return home.take(self.receive(key, device).payload)
+            return device.take(self.receive(key, row).payload)
         for replica in others:
-            replica.send(key, device, Message(home.give(payload), 0.0))
+            replica.send(key, row, Message(device.give(payload), 0.0))
         return payload
 
     def sleep(self, seconds: float) -> None:
@@ -106,7 +103,7 @@ class Transport:
 
 
 def add_up(of_replicas: Iterable[list[Any]]) -> list[Any]:
-    """The sums of their parts one by one, in one order, to be equal in all replicas."""
+    """The sums of the replicas' one by one, in one order, to be equal in all of them."""
     # From the first on: sum's own 0 would be one more addition of arrays.
     return [sum(same[1:], same[0]) for same in zip(*of_replicas, strict=True)]
 

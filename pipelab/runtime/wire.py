@@ -36,8 +36,8 @@ class Link(Protocol):
 def pairs_of_ranks(job: Job) -> list[Ends]:
     """Ranks that send each other outputs, gradients or news, in one order for all."""
     s, count = job.schedule, job.replicas
-    home = s.device_of
-    rows = {(home[s.inputs[i]], home[i]) for i in s.crossing}  # type: ignore[index]
+    row_of = s.device_of
+    rows = {(row_of[s.inputs[i]], row_of[i]) for i in s.crossing}  # type: ignore[index]
     for stage, others in job.partners.items():
         rows |= {(s.placement[stage], s.placement[other]) for other in others}
     pairs = {(min(pair), max(pair)) for pair in rows}
@@ -115,26 +115,26 @@ class Wire(Transport):
         for link in self._links.values():
             link.close()
 
-    def send(self, key: Key, device: int, message: Message) -> None:
-        link = self._link(self._source(key), device)
+    def send(self, key: Key, row: int, message: Message) -> None:
+        link = self._link(self._source(key), row)
         if link:
             self._unless_ended(link.write, (key, *message))
         else:
-            super().send(key, device, message)
+            super().send(key, row, message)
 
-    def receive(self, key: Key, device: int) -> Message:
-        link = self._link(device, self._source(key))
+    def receive(self, key: Key, row: int) -> Message:
+        link = self._link(row, self._source(key))
         if not link:
-            return super().receive(key, device)
-        box = self._boxes[device]
+            return super().receive(key, row)
+        box = self._boxes[row]
         while key not in box:
             asked = time.perf_counter()
-            found, payload, at = self._unless_ended(link.read)
+            arrived, payload, at = self._unless_ended(link.read)
             # When it came: if it was not waited for, only the time of sending is known.
             now = time.perf_counter()
             if self.began is not None and now - asked > AT_ONCE:
                 at = now - self.began
-            box[found] = Message(payload, at)
+            box[arrived] = Message(payload, at)
         return box.pop(key)
 
     def abort(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipelab.runtime.orders import NO_BYTES, Bytes, Order, Outcome, Record, Update
 from pipelab.runtime.stage import Device, Stage
-from pipelab.runtime.transport import Aborted, Message, Transport
+from pipelab.runtime.transport import Aborted, Key, Message, Transport
 from pipelab.table.action import HOST, Action, Kind
 from pipelab.table.schedule import Schedule
 
@@ -93,12 +93,12 @@ class Job(ABC):
         return (action.microbatch * KINDS + action.kind) * self.schedule.stages + action.stage
 
     @abstractmethod
-    def home(self) -> Device:
+    def make_device(self) -> Device:
         """The runtime of the job's device."""
 
     @abstractmethod
-    def stages(self, home: Any) -> Mapping[int, Stage]:
-        """Runtimes of the row's stages on `home`, on copies of the given modules."""
+    def stages(self, device: Any) -> Mapping[int, Stage]:
+        """Runtimes of the row's stages on that device, on copies of the given modules."""
 
     def prepare(self, stages: Any) -> None:  # noqa: B027
         """Preparation before the run's time zero, in the worker's thread: jax compiles."""
@@ -326,20 +326,20 @@ class Worker:
 
     def _received(self, i: int, action: Action) -> tuple[Any, float]:
         # An update waits for news, all others for the output of one action at most.
-        stage, kind, microbatch = action
-        if kind is Kind.U and stage in self.job.partners:
+        s, kind, number = action
+        if kind is Kind.U and s in self.job.partners:
             # A copy of the model that took no micro-batch has no backward to tell it after: all
             # here are told of before one waits.
-            for own, of_stage in self.stages.items():
-                if self._ended.get(own, -1) < microbatch and of_stage.complete(microbatch):
-                    self._end_backwards(own, microbatch)
-            return self._collect_news(action), math.nan
+            for other, stage in self.stages.items():
+                if self._ended.get(other, -1) < number and stage.complete(number):
+                    self._end_backwards(other, number)
+            return self._collect_news(s, number), math.nan
         step, name = TAKES.get(kind, NOTHING)
-        source = stage + step
-        if not step or self._home(stage, source) is None:  # its own data, or what I has left
+        source = s + step
+        if not step or self._row_of(source, s) is None:  # its own data, or what I has left
             return None, math.nan
-        payload, at = self.transport.receive((source, name, microbatch, stage), self.job.row)
-        if self._home(stage, source) == self.job.row:
+        payload, at = self.transport.receive((source, name, number, s), self.job.row)
+        if self._row_of(source, s) == self.job.row:
             return self.device.take(payload) if self.device.apart else payload, math.nan
         if self.paces:  # the message says when it was sent; this device has it a delay later
             at += self.paces[i][1]
@@ -349,78 +349,77 @@ class Worker:
     def _send(self, action: Action, output: Any) -> None:
         # This never waits for the receiver: two rows that first send to each other would wait for
         # ever.
-        stage, kind, microbatch = action
+        s, kind, number = action
         step, name = TAKES.get(kind, NOTHING)
-        to = stage - step
-        target = self._home(stage, to)
-        if step and target is not None:
-            own = target == self.job.row and not self.device.apart
-            payload = output if own else self.device.give(output)
+        to = s - step
+        row = self._row_of(to, s)
+        if step and row is not None:
+            stays = row == self.job.row and not self.device.apart
+            payload = output if stays else self.device.give(output)
             # The paced clock travels along: the receiver adds the delay to it.
             at = self.clock if self.paces else time.perf_counter() - self.began
-            self.transport.send((stage, name, microbatch, to), target, Message(payload, at))
+            self.transport.send((s, name, number, to), row, Message(payload, at))
 
-    def _home(self, stage: int, other: int) -> int | None:
-        """The row of another stage of the same copy of the model; None if there is no such one."""
+    def _row_of(self, other: int, s: int) -> int | None:
+        """The row of another stage, if it is one of the copy of the model that stage s is in."""
         table = self.job.schedule
-        alike = stage // table.model_stages == other // table.model_stages
+        alike = s // table.model_stages == other // table.model_stages
         return table.placement[other] if alike else None
 
-    def _end_backwards(self, own: int, update: int) -> None:
+    def _end_backwards(self, s: int, update: int) -> None:
         """After a stage's last backward of an update: tell replicas, copies and partners.
 
         What their updates wait for is told here and not in the update itself: two updates that wait
         for each other would never end. Replicas may wait for each other, since they do the
         same things in the same order.
         """
-        stage, row = self.stages[own], self.job.row
-        self._ended[own] = update
+        stage, row = self.stages[s], self.job.row
+        self._ended[s] = update
         # [1] the sums over all replicas, the same in each
         if self.job.replicas > 1:
-            with self.device.working(own):
+            with self.device.working(s):
                 sums = stage.sums(update)
-                sums = self.transport.sum_over_replicas((own, update), row, sums, self.device)
+                sums = self.transport.sum_over_replicas((s, update), row, sums, self.device)
                 stage.replace_sums(update, sums)
         # [2] the buffers of the first copy, for the others
-        if stage.has_buffers and own < self.job.schedule.model_stages:
-            with self.device.working(own):
-                self._hand_on_buffers(own, update)
+        if stage.has_buffers and s < self.job.schedule.model_stages:
+            with self.device.working(s):
+                self._hand_on_buffers(s, update)
         # [3] what partners' same updates wait for
-        if partners := self.job.partners.get(own):
+        if partners := self.job.partners.get(s):
             # After [1]: a norm is that of the sums over all replicas.
-            with self.device.working(own):
-                news = self.device.give(stage.news())
+            with self.device.working(s):
+                news = Message(self.device.give(stage.news()), 0.0)
             for other in partners:
-                home = self.job.schedule.placement[other]
-                self.transport.send((own, "news", update, other), home, Message(news, 0.0))
+                row = self.job.schedule.placement[other]
+                self.transport.send((s, "news", update, other), row, news)
 
-    def _hand_on_buffers(self, own: int, update: int) -> None:
+    def _hand_on_buffers(self, s: int, update: int) -> None:
         """Give the buffers of the first replica's first copy to the others, as DDP does.
 
         Between a stage's last backward of an update and its first forward after it, so that all of
         them begin every update with the same ones.
         """
-        stage, row, key = self.stages[own], self.job.row, (own, "buffers", update)
+        stage, row, key = self.stages[s], self.job.row, (s, "buffers", update)
         buffers = stage.buffers()
         if self.job.replicas > 1:
             buffers = self.transport.from_first_replica(key, row, buffers, self.device)
             if self.job.replica:
                 stage.take_buffers(buffers)
-        for copy in self.job.schedule.copies_of(own)[1:]:
+        for copy in self.job.schedule.copies_of(s)[1:]:
             message = Message(self.device.give(buffers), 0.0)
             self.transport.send((*key, copy), self.job.schedule.placement[copy], message)
 
-    def _collect_news(self, update: Action) -> dict[int, Any]:
-        stage, copies = self.stages[update.stage], self.job.schedule.copies_of(update.stage)
-        if update.stage in copies[1:] and stage.has_buffers:
-            key = copies[0], "buffers", update.microbatch, update.stage
-            stage.take_buffers(self.device.take(self.transport.receive(key, self.job.row).payload))
-        found = {}
-        for s in self.job.partners[update.stage]:
-            key = s, "news", update.microbatch, update.stage
-            message = self.transport.receive(key, self.job.row)
-            found[s] = self.device.take(message.payload)
-        return found
+    def _collect_news(self, s: int, update: int) -> dict[int, Any]:
+        """What a stage's update waits for, by the stage that it comes from."""
+        stage, row, copies = self.stages[s], self.job.row, self.job.schedule.copies_of(s)
+
+        def taken(key: Key) -> Any:
+            return self.device.take(self.transport.receive(key, row).payload)
+
+        if s in copies[1:] and stage.has_buffers:
+            stage.take_buffers(taken((copies[0], "buffers", update, s)))
+        return {other: taken((other, "news", update, s)) for other in self.job.partners[s]}
 
     # ---- pacing
 

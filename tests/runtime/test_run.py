@@ -994,10 +994,10 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
     class Idle(SimpleNamespace):
         rank, row, replica, schedule, partners, paced = 0, 0, 0, make("gpipe", 1, 1), {}, False
 
-        def home(self):
+        def make_device(self):
             return Device(None, None)
 
-        def stages(self, home):
+        def stages(self, device):
             return {0: SimpleNamespace(begin=lambda *_: None)}
 
         def prepare(self, stages): ...

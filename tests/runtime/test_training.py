@@ -403,8 +403,8 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
 def test_replicas_that_differ_fail_the_check(monkeypatch):
     from pipelab.runtime.transport import Transport
 
-    def forget_the_others(self, key, device, parts, home):
-        return parts
+    def forget_the_others(self, key, row, sums, device):
+        return sums
 
     monkeypatch.setattr(Transport, "sum_over_replicas", forget_the_others)
     assert not run(

@@ -84,28 +84,28 @@ class TorchJob(Job):
         """Its fields for another process, which else would open the caller's GPU beside its own."""
         return vars(self) | {"modules": {s: _on_host(module) for s, module in self.modules.items()}}
 
-    def home(self) -> CpuDevice:
+    def make_device(self) -> CpuDevice:
         row, overlapped = self.schedule.rows[self.row], self.schedule.overlapped
         pairs = [(a, b) for a, b in pairwise(row) if b in overlapped and b.kind not in HOST]
         apart = any(a.stage != b.stage for a, b in pairs)
         return torch_device(self.device, self.rank, {a.stage for a in row} if apart else ())
 
-    def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
+    def stages(self, device: CpuDevice) -> dict[int, TorchStage]:
         stages = {}
         for s, module in self.modules.items():
-            with home.working(s):
-                stages[s] = self._stage(s, module, home)
+            with device.working(s):
+                stages[s] = self._stage(s, module, device)
                 if self.options.save:  # tell now, and not after the training
                     checkpoint.packed(s, stages[s].optimizer_state())
         return stages
 
-    def _stage(self, s: int, module: nn.Module, home: CpuDevice) -> TorchStage:
+    def _stage(self, s: int, module: nn.Module, device: CpuDevice) -> TorchStage:
         # Every rank trains copies: the caller's modules stay as they are.
         (copied,) = copy_modules([module])
-        copied.to(home.device)
+        copied.to(device.device)
         return TorchStage(
             copied,
-            home,
+            device,
             self.options,
             first=self.schedule.ends(s)[0],
             last=self.schedule.ends(s)[1],

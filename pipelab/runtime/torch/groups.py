@@ -78,7 +78,7 @@ class GroupWire(Wire):
             dist.destroy_process_group(self._replicas)
 
     def sum_over_replicas(
-        self, key: Key, device: int, tensors: list[Any], home: Device
+        self, key: Key, row: int, tensors: list[Any], device: Device
     ) -> list[Any]:
         sums: dict[int, Tensor] = {}
         for bucket in _buckets(tensors):
@@ -89,7 +89,7 @@ class GroupWire(Wire):
             sums |= {i: t.view_as(tensors[i]) for i, t in zip(bucket, pieces, strict=True)}
         return [sums[i] for i in range(len(tensors))]
 
-    def from_first_replica(self, key: Key, device: int, payload: Any, home: Device) -> Any:
+    def from_first_replica(self, key: Key, row: int, payload: Any, device: Device) -> Any:
         """As one parcel of bytes, with its length and that of its head before it."""
         tensors: list[Tensor] = []
         form = _form(payload, tensors)
@@ -110,7 +110,7 @@ class GroupWire(Wire):
         for tensor in filter(lambda t: t.nbytes, tensors):
             as_bytes(tensor).copy_(parcel[size : size + tensor.nbytes])
             size += tensor.nbytes
-        return _filled(form, iter([tensor.to(home.device) for tensor in tensors]))
+        return _filled(form, iter([tensor.to(device.device) for tensor in tensors]))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -283,8 +283,8 @@ class Sabotage:
         self.case, self.patch, self.hands = case, patch, HANDS[case.backend]
         make_stages = self.hands.job.stages
 
-        def numbered(job: Any, home: Any) -> dict[int, Any]:
-            made = make_stages(job, home)
+        def numbered(job: Any, device: Any) -> dict[int, Any]:
+            made = make_stages(job, device)
             for s, stage in made.items():
                 stage.number = s
                 stage.is_last = stage.last
