@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelab.runtime.orders import NO_BYTES, Bytes, Order, Outcome, Record, Update
 from pipelab.runtime.stage import Device, Stage
@@ -108,6 +108,14 @@ class Job(ABC):
         return None
 
 
+class Done(NamedTuple):
+    """An action that is done: what it makes, and marks of its start and end."""
+
+    output: Any
+    start: Any
+    end: Any
+
+
 @dataclass
 class Worker:
     """Executes a job's orders; `began` is the run's time zero on `time.perf_counter`.
@@ -127,6 +135,13 @@ class Worker:
     progress: Callable[[int], None] | None = None
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
     _ended: dict[int, int] = field(default_factory=dict)  # stage -> the latest update told of
+    # Of the order, from `begin` on.
+    order: Order = field(init=False)
+    record: Record = field(init=False)
+    _next: Iterator[tuple[int, Action]] = field(init=False)  # its actions that are not done
+    _under_way: deque[list[Any]] = field(init=False)  # ends of the actions of the latest steps
+    _kept: dict[int, Bytes] = field(init=False)  # by stage; `_bytes` is their sum
+    _bytes: Bytes = field(init=False)
 
     def work(self, order: Order) -> Outcome:
         """Execute an order."""
@@ -142,12 +157,11 @@ class Worker:
 
     def begin(self, order: Order) -> None:
         """Take an order, whose actions `step` then does one by one."""
-        self.order, self.paces, self.record = order, order.paces, Record()
+        self.order, self.record = order, Record()
         for s, stage in self.stages.items():
             with self.device.working(s):
                 stage.begin(s, order)
-        self._next: Iterator[Any] = enumerate(order.actions)
-        self._under_way: deque[list[Any]] = deque()  # ends of the actions of the latest steps
+        self._next, self._under_way = enumerate(order.actions), deque()
         self._kept = {s: stage.held() for s, stage in self.stages.items()} if order.report else {}
         self.record.at_start = self._bytes = _sum(self._kept.values())
 
@@ -207,17 +221,17 @@ class Worker:
 
         Returns False if all are done. RunError, with its cause, if an action fails.
         """
-        i, action = next(self._next, NO_ACTION)
-        if action is None:
+        i, first = next(self._next, NO_ACTION)
+        if first is None:
             return False
-        actions, ledger = [action], self.device.ledger
+        actions, ledger = [first], self.device.ledger
         following = self.order.actions[i + 1 : i + 2] if self.order.overlapped else ()
         if following and following[0] in self.order.overlapped:
             actions.append(next(self._next)[1])
         if self.progress:
-            self.progress(self.job.mark(action))
+            self.progress(self.job.mark(first))
         # [1] receive what they need
-        inputs = [self._receive(i + k, each) for k, each in enumerate(actions)]
+        inputs = [self._receive(i + k, action) for k, action in enumerate(actions)]
         # [2] do them
         # At most two steps are ahead of the device: memory of those before is free for this one. In
         # a paced run not before it is due; nothing starts after the run has ended.
@@ -225,56 +239,60 @@ class Worker:
             for end in self._under_way.popleft():
                 self.device.reach(end)
         before = self._under_way[-1] if self._under_way else []
-        due = self.began + self.clock - time.perf_counter() if self.paces else 0
+        due = self.began + self.clock - time.perf_counter() if self.order.paces else 0
         self.transport.sleep(due)
         ledger.most = ledger.held
         work = [
-            partial(self._compute, each, received, before)
-            for each, (received, _) in zip(actions, inputs, strict=True)
+            partial(self._compute, action, received, before)
+            for action, (received, _) in zip(actions, inputs, strict=True)
         ]
-        outcomes = self._together(actions, work)
-        self._under_way.append([end for _, _, end in outcomes])
+        done = self._together(actions, work)
+        self._under_way.append([one.end for one in done])
         self.record.late += self._take_time(i, len(actions))
-        for each, (received, arrived), (output, start, end) in zip(
-            actions, inputs, outcomes, strict=True
-        ):
+        for action, (received, arrived), one in zip(actions, inputs, done, strict=True):
             # After the mark of its end: what the check keeps is not the action's time.
-            end = self.device.now() if self.paces else end
-            with self._failing(each, received), self.device.working(each.stage):
-                self.stages[each.stage].snapshot()
+            end = self.device.now() if self.order.paces else one.end
+            with self._failing(action, received), self.device.working(action.stage):
+                stage = self.stages[action.stage]
+                stage.snapshot()
                 # [3] send what it makes
-                self._send(each, output)
-                if each.kind in (Kind.B, Kind.W):
-                    update = each.microbatch // self.job.schedule.per_update
-                    if self.stages[each.stage].complete(update):
-                        self._end_backwards(each.stage, update)
+                self._send(action, one.output)
+                if action.kind in (Kind.B, Kind.W):
+                    update = action.microbatch // self.job.schedule.per_update
+                    if stage.complete(update):
+                        self._end_backwards(action.stage, update)
             # [4] note what happened
             if self.order.report:
-                self._note(each, received, arrived, start, end)
+                self._note(action, received, arrived, one.start, end)
         return True
 
-    def _together(self, actions: Sequence[Action], work: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The outcomes of work that overlaps; of one stage, whose module two threads must not use,
-        one after the other. A copy uses none; a GPU is asked for it first."""
+    def _together(
+        self, actions: Sequence[Action], work: Sequence[Callable[[], Done]]
+    ) -> list[Done]:
+        """What comes of actions that overlap."""
         copies = actions[-1].kind in HOST
-        if not copies and len({each.stage for each in actions}) == 1:
+        if copies:  # it uses no module
+            *here, aside = work
+        elif len({action.stage for action in actions}) > 1:
+            aside, *here = work
+        else:  # two threads must not use one stage's module
             return [compute() for compute in work]
-        wait = self.device.beside(work[-copies])
+        wait = self.device.beside(aside)  # a GPU is asked for a copy first
         try:
-            done = [compute() for compute in (work[:-1] if copies else work[1:])]
+            done = [compute() for compute in here]
         finally:  # nothing goes on behind an error
             other = wait()
         return [*done, other] if copies else [other, *done]
 
-    def _compute(self, action: Action, received: Any, before: list[Any]) -> tuple[Any, Any, Any]:
-        """The output of an action, and marks of its start, which `before` precede, and its end."""
+    def _compute(self, action: Action, received: Any, before: list[Any]) -> Done:
+        """Do an action; its start comes after the marks `before`."""
         copying = self.device.copying if action.kind in HOST else nullcontext
         with self.device.working(action.stage), copying():
             self.device.follow(before)
             start = self.device.now()
             with self._failing(action, received):
                 output = _carried_out(action, self.stages[action.stage], received)
-            return output, start, self.device.now()
+            return Done(output, start, self.device.now())
 
     def _note(self, action: Action, received: Any, arrived: float, start: Any, end: Any) -> None:
         record, ledger, stage = self.record, self.device.ledger, self.stages[action.stage]
@@ -341,8 +359,8 @@ class Worker:
         payload, at = self.transport.receive((source, name, number, s), self.job.row)
         if self._row_of(source, s) == self.job.row:
             return self.device.take(payload) if self.device.apart else payload, math.nan
-        if self.paces:  # the message says when it was sent; this device has it a delay later
-            at += self.paces[i][1]
+        if self.order.paces:  # the message says when it was sent; this device has it a delay later
+            at += self.order.paces[i][1]
             self.clock = max(self.clock, at)
         return self.device.take(payload), at
 
@@ -357,7 +375,7 @@ class Worker:
             stays = row == self.job.row and not self.device.apart
             payload = output if stays else self.device.give(output)
             # The paced clock travels along: the receiver adds the delay to it.
-            at = self.clock if self.paces else time.perf_counter() - self.began
+            at = self.clock if self.order.paces else time.perf_counter() - self.began
             self.transport.send((s, name, number, to), row, Message(payload, at))
 
     def _row_of(self, other: int, s: int) -> int | None:
@@ -425,9 +443,9 @@ class Worker:
 
     def _take_time(self, i: int, count: int) -> bool:
         """Wait until action i, or so many that overlap, are due to end; whether they were late."""
-        if not self.paces:
+        if not self.order.paces:
             return False
-        duration = max(seconds for seconds, _ in self.paces[i : i + count])
+        duration = max(seconds for seconds, _ in self.order.paces[i : i + count])
         self.device.finish()
         # A GPU's work is only queued when a call returns, so it was waited for.
         done, due = time.perf_counter() - self.began, self.clock + duration
