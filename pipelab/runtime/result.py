@@ -94,7 +94,7 @@ def result_of(work: Work, outcomes: Sequence[Outcome], options: Options) -> Run:
     m, n, weights = table.microbatches, table.model_stages, by_stage(outcomes, "weights")
     last = [table.placement[(copy + 1) * n - 1] for copy in table.copy_of]
     places = [
-        (by_place[last[b * m + k], r], work.done.microbatches + b * m + k)
+        (by_place[last[b * m + k], r], work.offset.microbatches + b * m + k)
         for b in range(table.batches)
         for r in range(replicas)
         for k in range(m)

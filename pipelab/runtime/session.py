@@ -306,7 +306,7 @@ class Session(AbstractContextManager):
                 self.unit,
                 self._kept_of_batch(table, outcomes) < backend.free(),
             )
-            model = backend.model(work.done.updates, states, by_stage(outcomes, "kernels"))
+            model = backend.model(work.offset.updates, states, by_stage(outcomes, "kernels"))
             found = verdict_of(run, model)
         except Exception:  # the run is complete, and must not be lost
             found = Check.not_made(format_exc())

@@ -13,13 +13,13 @@ from pipelab.table.transform import Offset, fewer
 class Work:
     """Batches of a training, and what ranks do for them.
 
-    whole   the table of the training
-    begun   batches of the table that are done before; `end` afterwards
-    before  batches of the training before the table's: see `Endless`
-    later   per stage, the versions that later batches read; None where the table has all of them
-    pieces  micro-batches of its one batch, which may be too short for the table's; 0: the table's
-    orders  the rows of ranks whose pipeline others of the training's batches fill, too; default:
-            those of these batches alone, from an empty pipeline to an empty one
+    whole       the table of the training
+    begun       batches of the table that are done before; `end` afterwards
+    before      batches of the training before the table's: see `Endless`
+    later       per stage, the versions that later batches read; None where the table has all
+    pieces      micro-batches of its one batch, which may be too short for the table's; 0: as many
+    given_rows  the rows of ranks whose pipeline others of the training's batches fill, too;
+                default: those of these batches alone, from an empty pipeline to an empty one
     """
 
     whole: Schedule
@@ -28,7 +28,7 @@ class Work:
     before: int = 0
     later: Sequence[Set[int]] | None = None
     pieces: int = 0
-    orders: Sequence[Sequence[Action]] | None = None
+    given_rows: Sequence[Sequence[Action]] | None = None
 
     @cached_property
     def table(self) -> Schedule:
@@ -43,12 +43,12 @@ class Work:
         return range(self.before + self.begun, self.before + self.end)
 
     @cached_property
-    def before_table(self) -> Offset:
+    def table_offset(self) -> Offset:
         """What of the training is done before the whole table."""
         return Offset.of(self.whole, self.before)
 
     @property
-    def done(self) -> Offset:
+    def offset(self) -> Offset:
         """What of the training is done before these batches."""
         return Offset.of(self.whole, self.batches.start)
 
@@ -60,18 +60,18 @@ class Work:
     @property
     def rows(self) -> Sequence[Sequence[Action]]:
         """What each row does, numbered through the training."""
-        return self.orders or [self.done.moved(row) for row in self.table.rows]
+        return self.given_rows or [self.offset.moved(row) for row in self.table.rows]
 
     @property
     def overlapped(self) -> Collection[Action]:
         """Actions of the rows that overlap with the one before."""
-        own = self.orders is None
-        table, offset = (self.table, self.done) if own else (self.whole, self.before_table)
-        return frozenset(offset.moved(table.overlapped))
+        if self.given_rows is None:
+            return frozenset(self.offset.moved(self.table.overlapped))
+        return frozenset(self.table_offset.moved(self.whole.overlapped))
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
-        microbatches, updates = self.before_table
+        microbatches, updates = self.table_offset
         return self.whole.read_at(stage, microbatch - microbatches) + updates
 
     def read_later(self) -> Sequence[Set[int]]:
@@ -79,7 +79,7 @@ class Work:
         if self.later:
             return self.later
         first = self.batches.stop * self.whole.microbatches
-        numbers = range(first, self.before_table.microbatches + self.whole.total)
-        made = self.done.updates + self.table.updates
+        numbers = range(first, self.table_offset.microbatches + self.whole.total)
+        latest = self.offset.updates + self.table.updates
         read = [{self.version(s, k) for k in numbers} for s in range(self.whole.stages)]
-        return [{v for v in of if v <= made} for of in read]
+        return [{v for v in versions if v <= latest} for versions in read]

@@ -24,7 +24,10 @@ class Offset(NamedTuple):
         return cls(microbatches, microbatches // table.per_update)
 
     def moved(self, actions: Iterable[Action]) -> list[Action]:
-        return [Action(s, kind, number + self[kind == Kind.U]) for s, kind, number in actions]
+        return [
+            Action(s, kind, number + (self.updates if kind is Kind.U else self.microbatches))
+            for s, kind, number in actions
+        ]
 
 
 def part(table: AnyTable, first: int, last: int) -> AnyTable:

@@ -62,8 +62,8 @@ class Endless:
 
         pieces  as in `Work`
         """
-        orders = None if begun is None else self.orders(batch, begun)
-        return replace(self._at(batch), later=self.later(batch), pieces=pieces, orders=orders)
+        rows = None if begun is None else self.orders(batch, begun)
+        return replace(self._at(batch), later=self.later(batch), pieces=pieces, given_rows=rows)
 
     def _at(self, batch: int) -> Work:
         at = min(batch, self.steady)

@@ -18,8 +18,8 @@ import numpy as np
 
 from pipelab.runtime.batches import length_of, mean_losses, samples_of
 from pipelab.runtime.verdict.compare import distance, norm
-from pipelab.runtime.verdict.order import TABLE
 from pipelab.runtime.verdict.replay import Library, Model, Piece, Placed, Total, Update, replay
+from pipelab.runtime.verdict.rules import TABLE
 from pipelab.runtime.verdict.trained import Trained
 
 LEAST = {"float32": 3e-6, "float64": 1e-9}  # rounding alone is seen to reach 2e-7 and 1e-14
@@ -93,7 +93,8 @@ class Batch:
             precision, limit = "float32", COARSE
             share, why = share_in(precision), f"{type(error).__name__}: {error}".partition("\n")[0]
             told = f"the undivided batch to less than {COARSE:.0%} ({why})"
-            self.unjudged += [told] * (told not in self.unjudged)
+            if told not in self.unjudged:
+                self.unjudged.append(told)
         if share <= limit:
             return
         if self.missing:
@@ -117,9 +118,11 @@ class Batch:
         if precision != model.precision:
             library, order = model.library(precision), update.order if gradients else []
             total = self._replay(library, update._replace(order=order), model.ties)
-        reads = zip(update.weights, update.pieces[0].reads, strict=True)
+        versions = update.pieces[0].versions
         weights = {
-            _called(s, name): w for s, (of, v) in enumerate(reads) for name, w in of[v].items()
+            _called(s, name): weight
+            for s, of_stage in enumerate(update.weights)
+            for name, weight in of_stage[versions[s]].items()
         }
         order = [[0]] if gradients else []
         batch = Update(update.number, [self._batch(update)], [{0: weights}], order)
@@ -131,17 +134,17 @@ class Batch:
         """The largest share by which a stage's gradients differ."""
         numbers, apart, sizes = self.model.numbers, [], []
         for s, (keys, count) in enumerate(zip(cut.keys, cut.counts, strict=True)):
-            gaps, own = [], []
+            gaps, norms = [], []
             for name, key in keys.items():
                 mean, other = numbers(cut.sums[key]) / count, whole.sums.get((0, _called(s, name)))
                 if other is not None:
                     gaps.append(norm(distance(numbers(other) / whole.counts[0], mean)))
-                    own.append(norm(mean))
+                    norms.append(norm(mean))
                 elif norm(mean) and key == (s, name):  # a tied weight is in its first stage
                     self.missing = self.model.names[s][name]
                     return inf
             apart.append(norm(gaps))
-            sizes.append(norm(own))
+            sizes.append(norm(norms))
         least = VANISHES[precision] * norm(sizes)
         pairs = zip(apart, sizes, strict=True)
         return max(gap / (size + least) if gap else 0.0 for gap, size in pairs)
@@ -164,7 +167,17 @@ class Batch:
     def _batch(self, update: Update) -> Piece:
         (x, y), trees = self.run.data[update.number], self.model.trees
         samples = samples_of((x, y), trees) * (length_of((x, y), trees) if self.table.slices else 1)
-        return Piece(x, y, 0, 0, 0, [0], None, again=False, samples=samples)
+        return Piece(
+            x,
+            y,
+            lane=0,
+            number=0,
+            sequence=0,
+            versions=[0],
+            seeds=None,
+            again=False,
+            samples=samples,
+        )
 
     def _coupled(self, update: Update, precision: str) -> str:
         """The first layer whose output depends on the other samples, in words; if any does."""
@@ -172,8 +185,9 @@ class Batch:
         near = 10 * LEAST[precision]
         with suppress(Exception), library.active():
             xs = [library.data(p.x) for p in (self._batch(update), *update.pieces)]
-            for s, of in enumerate(self._placed(library, update).weights):
-                for name, layer in library.layers(s, of[update.pieces[0].reads[s]]).items():
+            versions = update.pieces[0].versions
+            for s, of_stage in enumerate(self._placed(library, update).weights):
+                for name, layer in library.layers(s, of_stage[versions[s]]).items():
                     xs = [layer(x) for x in xs]
                     leaves = (trees.flatten(x)[0] for x in (xs[0], trees.joined(xs[1:])))
                     for pair in zip(*leaves, strict=True):

@@ -73,13 +73,13 @@ class Check:
                     f" Smaller errors may not show; furthest off is {self.worst}, by "
                     f"{self.ratio:.2g} times that (limit {self.limit:g})."
                 )
-            return text + f" Not compared: {'; '.join(self.unjudged)}." * bool(self.unjudged)
-        far = f"{self.worst} is {self.ratio:.2g} times further from one device's than another "
-        why = (
-            []
-            if self.ratio <= self.limit or not self.worst
-            else [far + "order of its sums explains."]
-        )
-        if why and self.ratio > 1e16:  # more than all of it, in any type
-            why = [f"{self.worst} differs from one device's."]
-        return " ".join(["CHECK FAILED:", *why, *self.reasons])
+            if self.unjudged:
+                text += f" Not compared: {'; '.join(self.unjudged)}."
+            return text
+        reasons = [*self.reasons]
+        if self.worst and self.ratio > 1e16:  # more than all of it, in any type
+            reasons.insert(0, f"{self.worst} differs from one device's.")
+        elif self.worst and self.ratio > self.limit:
+            far = f"{self.worst} is {self.ratio:.2g} times further from one device's than another "
+            reasons.insert(0, far + "order of its sums explains.")
+        return " ".join(["CHECK FAILED:", *reasons])

@@ -12,32 +12,33 @@ LIMIT = (
 
 
 def ratio(
-    run: Any, own: Any, size: Any, eps: float, *, terms: int = 1, rounded: float = 0.0
+    run: Any, replayed: Any, size: Any, eps: float, *, terms: int = 1, rounded: float = 0.0
 ) -> float:
-    """The largest |run - own| of an element beside what another order of its sums explains.
+    """The largest |run - replayed| of an element beside what another order of its sums explains.
 
-                       |run - own|               w = max(1, sqrt(terms) / 3): many terms may be off
-        ratio = ------------------------         by the root of their number, and 3 is the limit
-                w eps sum|terms of own|
+                    |run - replayed|             w = max(1, sqrt(terms) / 3): many terms may be off
+        ratio = --------------------------       by the root of their number, and 3 is the limit
+                w eps sum|terms replayed|
 
     size     of each element: the sum of its terms' absolute values
     eps      of the type in which they are added up
     rounded  where the sum is rounded once more, to a coarser type: half its eps. Only what lies
              beyond that counts
     """
-    if np.shape(run) != np.shape(own):
+    if np.shape(run) != np.shape(replayed):
         return inf
-    gap = distance(run, own)
-    gap = np.maximum(0.0, gap - rounded * np.abs(np.where(np.isfinite(own), own, 0)))
+    gap = distance(run, replayed)
+    finite = np.where(np.isfinite(replayed), replayed, 0)
+    gap = np.maximum(0.0, gap - rounded * np.abs(finite))
     # Less than the smallest normal number may be rounded to zero.
     tiny = np.finfo(np.float32 if eps >= EPS_32 else np.float64).tiny
     limit = max(1.0, terms**0.5 / LIMIT) * eps * (np.abs(size) + tiny)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        found = np.where(gap == 0, 0.0, gap / limit)
-    return float(np.where(np.isnan(found), inf, found).max(initial=0.0))
+        ratios = np.where(gap == 0, 0.0, gap / limit)
+    return float(np.where(np.isnan(ratios), inf, ratios).max(initial=0.0))
 
 
-def far(run: Any, own: Any, truth: Any, eps: float) -> float:
+def far(run: Any, replayed: Any, truth: Any, eps: float) -> float:
     """How many times further from the truth the run is than one device, over the whole array.
 
     An eps of the truth counts as near.
@@ -45,7 +46,7 @@ def far(run: Any, own: Any, truth: Any, eps: float) -> float:
     if np.shape(run) != np.shape(truth):
         return inf
     error = norm(distance(run, truth))
-    near = norm(distance(own, truth)) + eps * norm(np.where(np.isfinite(truth), truth, 0))
+    near = norm(distance(replayed, truth)) + eps * norm(np.where(np.isfinite(truth), truth, 0))
     if not error or error == inf or not near:
         return inf if error else 0.0
     return error / near

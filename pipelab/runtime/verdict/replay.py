@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
     number    in the table of the run
     sequence  the number of its loss in the run's result, which slices of a sequence have together
-    reads     the weight version of every stage
+    versions  of the weights, that every stage reads
     seeds     of the random numbers that every stage's forward draws; None: they are not set
     again     whether its forwards run again before their backwards
     samples   how many it has
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
     lane: int
     number: int
     sequence: int
-    reads: Sequence[int]
+    versions: Sequence[int]
     seeds: Sequence[int] | None
     again: bool
     samples: int
@@ -219,16 +219,18 @@ class Total:
         self.sums, self.sizes = dict[Any, Any](), dict[Any, Any]()
         self.keys = [dict[str, Any]() for _ in range(stages)]
 
-    def norms(self, of: Sums, shared: bool) -> list[float]:
+    def norms(self, sums: Sums, shared: bool) -> list[float]:
         """By stage, the norm of the mean that `clip` limits: of its own, or of all stages.
 
-        of  the sums, or their sizes
+        sums  or their sizes
         """
-        dense = ((key, self.model.numbers(g)) for key, g in of.items())
+        dense = ((key, self.model.numbers(g)) for key, g in sums.items())
         squares = {key: float(np.vdot(g, g).real) for key, g in dense}
         keys = [squares if shared else names.values() for names in self.keys]
-        pairs = zip(keys, self.counts, strict=True)
-        return [sum(squares.get(k, 0.0) for k in own) ** 0.5 / (count or 1) for own, count in pairs]
+        return [
+            sum(squares.get(key, 0.0) for key in of_stage) ** 0.5 / (count or 1)
+            for of_stage, count in zip(keys, self.counts, strict=True)
+        ]
 
     def means(self, library: Library, factors: Sequence[float]) -> Iterator[tuple[Sums, Sums]]:
         """By stage, once: the gradients of the mean times a factor, and their sizes."""
@@ -262,11 +264,11 @@ def replay(
     total = Total(model, n)
     for copy in range(len(ties) // n):
         stages = slice(copy * n, copy * n + n)
-        own, tied = update._replace(order=update.order[stages]), ties[stages]
+        of_copy, tied = update._replace(order=update.order[stages]), ties[stages]
         replicas: list[Sums] = [{} for _ in tied]
         for lane in range(copy, library.lanes, len(ties) // n):
             for joined, sums in zip(
-                replicas, _lane(library, own, lane, unit, tied, total, sized), strict=True
+                replicas, _lane(library, of_copy, lane, unit, tied, total, sized), strict=True
             ):
                 add(joined, sums)
         for s, (of_stage, names) in enumerate(zip(replicas, tied, strict=True)):
@@ -304,7 +306,7 @@ def _lane(
             for s in range(n):
                 past: Any = ()
                 for i, piece in enumerate(pieces):
-                    weights = update.weights[s][piece.reads[s]]
+                    weights = update.weights[s][piece.versions[s]]
                     xs[i], past, left = library.forward(s, weights, xs[i], past, piece)
                     if turns:
                         ran[s, piece.number] = left

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from pipelab.runtime.batches import Trees, cut_batch, length_of, samples_of, slices_of
@@ -10,8 +9,8 @@ from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Step
 from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.result import Run
-from pipelab.runtime.verdict.order import Reading
 from pipelab.runtime.verdict.replay import Piece
+from pipelab.runtime.verdict.rules import Reading
 from pipelab.runtime.work import Work
 
 
@@ -41,16 +40,17 @@ class Trained:
             table.microbatches, table.per_sequence, options.replicas, table.model_stages
         )  # fmt: skip
         # [1] versions count from the beginning of the training, and a short batch has fewer pieces
-        done, before = work.done.updates, work.before_table.updates
-        skipped = done - before if table.training else 0
+        before = work.table_offset.updates
+        skipped = work.offset.updates - before if table.training else 0
         size = table.per_update if table.training else m
-        reads = [
-            [v + before for v in versions]
-            for versions in chain.from_iterable(of[:size] for of in reading[skipped:])
+        versions = [
+            [v + before for v in of_piece]
+            for of_update in reading[skipped:]
+            for of_piece in of_update[:size]
         ]
         # [2] cut as in the run: batch by batch, and in a batch replica by replica
         again = options.recompute.mask(m, m) if table.training else [False] * m
-        found: list[list[Piece]] = [[] for _ in range(table.total // size)]
+        by_update: list[list[Piece]] = [[] for _ in range(table.total // size)]
         for b in range(table.batches):
             for i, part in enumerate(cut_batch(self.data[b], m // per * replicas, b, trees)):
                 replica, place = divmod(i * per, m)
@@ -65,12 +65,12 @@ class Trained:
                         lane=replica * table.copies + table.copy_of[k],
                         number=k,
                         sequence=b * (m // per * replicas) + i,
-                        reads=reads[k],
+                        versions=versions[k],
                         seeds=None
                         if options.seed is None
                         else [int(seed_for(options.seed, s, number)) for s in range(n)],
                         again=again[k - b * m],
                         samples=samples * length_of((x, y), trees) if table.slices else samples,
                     )
-                    found[k // size].append(piece)
-        return found
+                    by_update[k // size].append(piece)
+        return by_update

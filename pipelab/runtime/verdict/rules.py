@@ -41,12 +41,12 @@ def version_read(rule: str, t: int, stage: int, stages: int) -> int:
 
 def by_rows(table: Schedule) -> Reading:
     """What any table's micro-batches read: the updates before each forward in its row."""
-    before, made = {}, [0] * table.stages
+    before, updates = {}, [0] * table.stages
     for row in table.rows:
         for stage, kind, number in row:
-            made[stage] += kind is Kind.U
+            updates[stage] += kind is Kind.U
             if kind is Kind.F:
-                before[stage % table.model_stages, number] = made[stage]
+                before[stage % table.model_stages, number] = updates[stage]
     size, stages = table.per_update, range(table.model_stages)
     return [
         [[before[s, k] for s in stages] for k in range(t * size, (t + 1) * size)]
@@ -80,9 +80,9 @@ def rule_of(schedule: Schedule) -> str:
 
 def added(table: Schedule, update: int) -> list[list[int]]:
     """By stage, an update's micro-batches in the order in which their gradients are added up."""
-    found: list[list[int]] = [[] for _ in range(table.stages)]
+    numbers: list[list[int]] = [[] for _ in range(table.stages)]
     for row in table.rows:
         for stage, kind, number in row:
             if kind in (Kind.B, Kind.W) and number // table.per_update == update:
-                found[stage].append(number)
-    return found
+                numbers[stage].append(number)
+    return numbers
