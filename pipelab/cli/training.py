@@ -17,7 +17,7 @@ from socket import gethostname
 from stat import S_ISREG
 from typing import Any
 
-from pipelab.runtime.drafts import made, sync, write, writing
+from pipelab.runtime.drafts import folder_made, sync, write, writing
 from pipelab.runtime.reading import regular
 from pipelab.runtime.torch.checkpoint import Index
 from pipelab.training.step import TrainedBatch
@@ -113,7 +113,7 @@ class TrainingFolder(AbstractContextManager):
 
     def _take(self) -> None:
         """Take the folder and read its record. ValueError if another process has it."""
-        self._held.enter_context(made(self.folder))
+        self._held.enter_context(folder_made(self.folder))
         self._held.enter_context(_locked(self.folder / LOCK))
         self.taken = True
         file = self.folder / LOSSES

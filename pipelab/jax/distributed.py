@@ -23,7 +23,7 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from pipelab.jax.host import words
-from pipelab.runtime.cluster import LEAVING, Cluster, begun
+from pipelab.runtime.cluster import LEAVING, Cluster, thread_of
 from pipelab.runtime.threads import LOOK
 from pipelab.runtime.transport import Lost, lost
 from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole
@@ -71,7 +71,7 @@ class Distributed(Cluster):
         self.server = server_at(hosts[self.me] if len({*hosts}) > 1 else "127.0.0.1")
         addresses = enumerate(self.share(self.server.address()))
         self.connections = {n: self.server.connect(a) for n, a in addresses if n != self.me}
-        self.threads += [begun(self._outlive, *other) for other in self.connections.items()]
+        self.threads += [thread_of(self._outlive, *other) for other in self.connections.items()]
 
     def _outlive(self, number: int, connection: Any) -> None:
         """Hear when a process ends: it is asked for what it never offers."""
@@ -106,7 +106,7 @@ class Distributed(Cluster):
         super().__exit__(kind, error, trace)
         if error and not self.alone:
             self.alone = True
-            begun(self._leave).join(2 * LEAVING)
+            thread_of(self._leave).join(2 * LEAVING)
         if self.alone:
             end_alone()
         self._aborts.__exit__(kind, error, trace)
@@ -137,7 +137,7 @@ class Distributed(Cluster):
 
     def wire_between(self, pairs: Iterable[Ends], jobs: Sequence[Job]) -> Wire:
         """A wire of pairs of rows."""
-        names, links = f"{self.meeting}/wire/{self._given}", {}
+        names, links = f"{self.meeting}/wire/{self._told_count}", {}
         devices = {job.row: job.make_device().device for job in jobs}
         for a, b in [ends for pair in pairs for ends in (pair, pair[::-1])]:
             other = self.owners[b]
@@ -194,7 +194,7 @@ class Distributed(Cluster):
             except Exception as error:
                 answer.append(error)
 
-        thread = begun(ask)
+        thread = thread_of(ask)
         while thread.is_alive() and self.stored:
             thread.join(LOOK)
         if not answer:

@@ -30,8 +30,8 @@ class Trees(NamedTuple):
     def joined(self, trees: Sequence[Any]) -> Any:
         """Trees of arrays of samples as one; leaves without samples are the first tree's."""
         leaves = zip(*(self.flatten(tree)[0] for tree in trees), strict=True)
-        made = [self.join(parts) if _cuttable(parts[0]) else parts[0] for parts in leaves]
-        return self.unflatten(made, self.flatten(trees[0])[1])
+        joined = [self.join(of) if _cuttable(of[0]) else of[0] for of in leaves]
+        return self.unflatten(joined, self.flatten(trees[0])[1])
 
     def map(self, function: Callable[[Any], Any], tree: Any) -> Any:
         leaves, spec = self.flatten(tree)
@@ -40,17 +40,17 @@ class Trees(NamedTuple):
     def digest(self, tree: Any) -> str:
         """Equal in all processes for equal content (by a 32-bit checksum per array)."""
         leaves, spec = self.flatten(tree)
-        found = [str(spec)]
+        texts = [str(spec)]
         for leaf in leaves:
             numbers = self.host(leaf)
             if numbers is not None:
                 # Flat bytes: a buffer of bfloat16 has no format that others know, and a number
                 # without an axis no view as bytes.
                 sum_of = crc32(np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data)
-                found.append(f"{kind_of(leaf)} {sum_of}")
+                texts.append(f"{kind_of(leaf)} {sum_of}")
             elif isinstance(leaf, (bool, int, float, complex, str, bytes)):
-                found.append(repr(leaf))
-        return sha256("\n".join(found).encode()).hexdigest()
+                texts.append(repr(leaf))
+        return sha256("\n".join(texts).encode()).hexdigest()
 
 
 def kind_of(array: Any) -> str:
@@ -67,10 +67,10 @@ def as_pair(batch: Any, number: int, trees: Trees) -> Any:
     if isinstance(batch, Mapping):
         inputs = dict(batch)
         if "labels" not in inputs:
-            *given, last = (f"b[{key!r}]" for key in (*inputs, "labels")[: max(2, len(inputs))])
+            *names, last = (f"b[{key!r}]" for key in (*inputs, "labels")[: max(2, len(inputs))])
             raise ValueError(
                 f"batch {number} is a {type(batch).__name__} of {', '.join(map(str, inputs))}, not "
-                f"a pair: give (input, target), such as (({', '.join(given)}), {last}) for b in "
+                f"a pair: give (input, target), such as (({', '.join(names)}), {last}) for b in "
                 "loader; or name the target 'labels'"
             )
         batch = inputs, inputs.pop("labels")

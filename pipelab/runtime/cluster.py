@@ -61,7 +61,7 @@ class Cluster(Threads):
         self.patience, self.since = timeout, time.monotonic()
         self.failure: RunError | None = None
         self.due = math.inf
-        self._given = 0  # how many values each has told the others
+        self._told_count = 0  # how many values each has told the others
         self.over = Event()
         self.threads: list[Thread] = []
 
@@ -119,7 +119,7 @@ class Cluster(Threads):
         self.far = [n for n in range(self.count) if hosts[n] != hosts[0]]
         self.patience = max(self.timeout, STARTING)
         # In a thread of its own: whoever keeps the store may hang.
-        self.threads.append(begun(self._keep_looking))
+        self.threads.append(thread_of(self._keep_looking))
         return self
 
     def start(self, jobs: Sequence[Job], *_: Any) -> None:
@@ -144,8 +144,10 @@ class Cluster(Threads):
                 call,
             )
         self.patience = math.inf
-        own = {(outcome.row, outcome.replica) for outcome in mine}
-        return every if self.first else mine + [o for o in short if (o.row, o.replica) not in own]
+        if self.first:
+            return every
+        ranks = {(outcome.row, outcome.replica) for outcome in mine}
+        return mine + [o for o in short if (o.row, o.replica) not in ranks]
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -198,9 +200,9 @@ class Cluster(Threads):
     # ---- what processes tell each other
 
     def agree(self, digests: Digests, call: str = "a batch's data", *, early: bool = False) -> None:
-        given = self.share(digests(), call, early=early)
-        for name in dict.fromkeys(name for of in given for name in of):
-            known = {number: of[name] for number, of in enumerate(given) if of.get(name)}
+        answers = self.share(digests(), call, early=early)
+        for name in dict.fromkeys(name for answer in answers for name in answer):
+            known = {number: of[name] for number, of in enumerate(answers) if of.get(name)}
             others = [number for number in known if known[number] != known[min(known)]]
             if others:
                 raise self.refusal(
@@ -223,27 +225,27 @@ class Cluster(Threads):
 
     def _tell(self, value: Any, call: str) -> None:
         """Give this process's next value."""
-        self._given += 1
+        self._told_count += 1
         self.since = time.monotonic()
-        self.give(f"{self.meeting}/{self._given}/{self.me}", (call, value))
+        self.give(f"{self.meeting}/{self._told_count}/{self.me}", (call, value))
         # All have read this one: since then, each has waited for process 0, and that one for all.
-        self.drop(f"{self.meeting}/{self._given - 8}/{self.me}")
+        self.drop(f"{self.meeting}/{self._told_count - 8}/{self.me}")
 
     def _heard(self, number: int, call: str, early: bool = False) -> Any:
         """The value from a process, by its number, for this call; waits for it.
 
         `refusal` if that one makes another call. call, early: see `share`.
         """
-        name = f"{self.meeting}/{self._given}/{number}"
+        name = f"{self.meeting}/{self._told_count}/{number}"
         seconds, given_up = self.timeout if early and self.wire else math.inf, math.inf
         while True:
             try:
-                others, value = self._value(name, seconds)
+                their_call, value = self._value(name, seconds)
             except TimeoutError:
                 raise self._not_called(number) from None
-            if others == call:
+            if their_call == call:
                 return value
-            if others == LOOKS and early:
+            if their_call == LOOKS and early:
                 self._withdraw()
                 raise Looked
             # An interrupt may have kept the other from its call: it makes this one later, or the
@@ -253,8 +255,8 @@ class Cluster(Threads):
             if time.monotonic() > given_up:
                 self._withdraw()
                 raise self.refusal(
-                    f"process {number} is at {others}, but process {self.me} at {call}: make the "
-                    "same calls in all"
+                    f"process {number} is at {their_call}, but process {self.me} at {call}: make "
+                    "the same calls in all"
                 )
             self.watch()
             time.sleep(LOOK / 10)
@@ -262,16 +264,16 @@ class Cluster(Threads):
     def _withdraw(self) -> None:
         """Take this process's last value back, so that it can make another call."""
         # Not dropped: another may be about to read it.
-        self.give(f"{self.meeting}/{self._given}/{self.me}", None)
-        self._given -= 1
+        self.give(f"{self.meeting}/{self._told_count}/{self.me}", None)
+        self._told_count -= 1
 
     def _value(self, name: str, seconds: float = math.inf) -> Any:
         """What another process gives; waits so long for it. RunError if any process fails."""
         deadline = time.monotonic() + seconds
         while True:
             with suppress(TimeoutError):
-                if (found := self.take(name, LOOK)) is not None:
-                    return found
+                if (value := self.take(name, LOOK)) is not None:
+                    return value
                 time.sleep(LOOK / 10)
             self.watch()
             if time.monotonic() > deadline:
@@ -296,11 +298,12 @@ class Cluster(Threads):
         """Say where this process is, and hear the others."""
         self.give(f"{self.meeting}/at/{self.me}", self.here())
         names = [f"{self.meeting}/at/{n}" for n in range(self.count)]
-        found = self.look(names, f"{self.meeting}/failure")
-        if found[: self.count] != self.places:
-            self.places, self.since = found[: self.count], time.monotonic()
-        if found[self.count :]:
-            self.failure = self.failure or found[-1]
+        values = self.look(names, f"{self.meeting}/failure")
+        places, failures = values[: self.count], values[self.count :]
+        if places != self.places:
+            self.places, self.since = places, time.monotonic()
+        if failures:
+            self.failure = self.failure or failures[0]
 
     def _keep_looking(self) -> None:
         try:
@@ -317,7 +320,7 @@ class Cluster(Threads):
 
     def in_time(self, call: Callable[[], None]) -> None:
         """Call the store, but do not wait for a call that hangs."""
-        begun(call).join(LEAVING)
+        thread_of(call).join(LEAVING)
 
     def _agreed(self, error: RunError) -> RunError:
         """The failure that all raise: the first that one has told."""
@@ -334,8 +337,8 @@ class Cluster(Threads):
         return self.failure if self.failure and str(self.failure) != str(error) else error
 
 
-def begun(call: Callable[..., None], *given: Any) -> Thread:
-    """A thread for work that may hang."""
-    thread = Thread(target=call, args=given, daemon=True)
+def thread_of(call: Callable[..., None], *arguments: Any) -> Thread:
+    """A thread that makes the call, which may hang."""
+    thread = Thread(target=call, args=arguments, daemon=True)
     thread.start()
     return thread

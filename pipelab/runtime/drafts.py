@@ -21,7 +21,7 @@ def draft_of(folder: Path, first: bool = True, token: str = "") -> Iterator[Path
     token  makes the place unique to this save; the same for all its ranks
     """
     draft = folder.with_name(f".{folder.name}.{token or uuid4().hex[:8]}.draft")
-    with made(draft.parent):
+    with folder_made(draft.parent):
         try:
             with writing(draft):
                 draft.mkdir(exist_ok=True)
@@ -39,7 +39,7 @@ def draft_of(folder: Path, first: bool = True, token: str = "") -> Iterator[Path
 
 
 @contextmanager
-def made(folder: Path) -> Iterator[None]:
+def folder_made(folder: Path) -> Iterator[None]:
     """The folder, with its parents; new ones that stay empty are removed afterwards."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

@@ -103,13 +103,15 @@ def microbatches_of(
 ) -> dict[int, dict[int, MicroBatch]]:
     """The micro-batches of a row's stages, by number; only the model's ends read the data."""
     m, count, replicas = table.microbatches, work.microbatches, options.replicas
-    every = [b * m + k for b in data.numbers for k in range(count)]
-    own = [s for s, d in enumerate(table.placement) if d == row]
+    numbers = [b * m + place for b in data.numbers for place in range(count)]
+    stages = [s for s, d in enumerate(table.placement) if d == row]
     recompute = options.recompute.mask(m, m)
-    pieces: Sequence[tuple[Any, Any]] = [(None, None)] * len(every)
-    if reads := any(any(table.ends(s)) for s in own):
-        whole = count // table.per_sequence
-        pieces = data.pieces(whole * replicas, slice(replica * whole, (replica + 1) * whole))
+    pieces: Sequence[tuple[Any, Any]] = [(None, None)] * len(numbers)
+    needs_data = any(any(table.ends(s)) for s in stages)
+    if needs_data:
+        sequences = count // table.per_sequence
+        share = slice(replica * sequences, (replica + 1) * sequences)
+        pieces = data.pieces(sequences * replicas, share)
         if table.slices:
             pieces = [s for piece in pieces for s in slices_of(piece, table.slices, data.trees)]
 
@@ -125,18 +127,18 @@ def microbatches_of(
             recompute=recompute[place],
             x=x if first else None,
             target=y if last else None,
-            samples=_counted((x, y), table, data.trees) if reads else 0,
+            samples=_counted((x, y), table, data.trees) if needs_data else 0,
             seed=None if options.seed is None else (options.seed, s % table.model_stages, piece),
         )
 
-    pairs = [*zip(every, pieces, strict=True)]
+    pairs = [*zip(numbers, pieces, strict=True)]
     return {
         s: {
             k: microbatch(s, k, *pair)
             for k, pair in pairs
             if table.copy_of[k % table.total] == s // table.model_stages
         }
-        for s in own
+        for s in stages
     }
 
 

@@ -30,19 +30,19 @@ def read_bytes(path: str | Path, most: int = LARGEST_FILE) -> bytearray:
     ValueError, without its name, if it cannot be read or is a pipe that nobody writes to, and as
     soon as it is too large.
     """
-    found = bytearray()
+    content = bytearray()
     try:
         with open(path, "rb", opener=at_once) as file:
             zipped = file.peek(2)[:2] == b"\x1f\x8b"
             source = gzip.GzipFile(fileobj=file) if zipped else file
             while part := source.read(2**20):
-                found += part
-                if len(found) > most:
+                content += part
+                if len(content) > most:
                     raise ValueError(f"more than {most:,} bytes: give a smaller file")
-            if not found and S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            if not content and S_ISFIFO(os.fstat(file.fileno()).st_mode):
                 raise ValueError("a pipe that nobody writes to: name a file")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{CUT_OFF}: {error}") from None
     except OSError as error:
         raise ValueError(f"{error.strerror}: name a file that can be read") from None
-    return found
+    return content

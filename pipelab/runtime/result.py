@@ -105,39 +105,36 @@ def result_of(work: Work, outcomes: Sequence[Outcome], options: Options) -> Run:
             values[i : i + table.per_sequence] for i in range(0, len(values), table.per_sequence)
         ]
         means = mean_losses(values, len(of_slices))
-        values = [
-            (mean, sum(n for _, n in own)) for mean, own in zip(means, of_slices, strict=True)
-        ]
+        counts = [sum(count for _, count in slices) for slices in of_slices]
+        values = [*zip(means, counts, strict=True)]
+    updates = by_stage(outcomes, "updates")
+    by_all = sorted(set.intersection(*map(set, updates.values())))
+    told = [norm_and_rates({s: updates[s][number] for s in updates}) for number in by_all]
     # The first replica stands for all: their weights are equal to the last bit, which the check
     # sees to.
     return Run(
-        timelines[0],
-        mean_losses(values, table.batches),
-        [mean for mean, _ in values],
-        [weights.get(s, {}) for s in range(n)],
-        [max(record.versions, default=0) for record in records[0]],
-        None,
-        timelines,
-        records[0],
-        by_stage(outcomes, "unsplit"),
-        [count for _, count in values],
-        [outcome.metrics[k] for outcome, k in places if k in outcome.metrics],
-        [outcome.outputs[k] for outcome, k in places if k in outcome.outputs],
-        *norms_and_rates(by_stage(outcomes, "updates"), table.updates if table.training else 0),
+        timeline=timelines[0],
+        losses=mean_losses(values, table.batches),
+        microbatch_losses=[mean for mean, _ in values],
+        weights=[weights.get(s, {}) for s in range(n)],
+        weight_versions=[max(record.versions, default=0) for record in records[0]],
+        check=None,
+        replicas=timelines,
+        records=records[0],
+        unsplit=by_stage(outcomes, "unsplit"),
+        counts=[count for _, count in values],
+        metrics=[outcome.metrics[k] for outcome, k in places if k in outcome.metrics],
+        outputs=[outcome.outputs[k] for outcome, k in places if k in outcome.outputs],
+        norms=[norm for norm, _ in told],
+        rates=[rates for _, rates in told],
     )
 
 
-def norms_and_rates(
-    updates: Mapping[int, Mapping[int, Update]], count: int
-) -> tuple[list[float], list[Sequence[float]]]:
-    """For the last `count` updates that all stages have made: see `Run`.
-
-    updates  by stage and number
-    """
-    made = [*set.intersection(*map(set, updates.values()))] if updates and count else []
-    each = [[updates[s][number] for s in sorted(updates)] for number in sorted(made)[-count:]]
-    norms = [sum(update.square for update in stages) ** 0.5 for stages in each]
-    return norms, [next((u.rates for u in stages if u.rates), ()) for stages in each]
+def norm_and_rates(update: Mapping[int, Update]) -> tuple[float, Sequence[float]]:
+    """The norm and the learning rates of an update that all stages have made: see `Run`."""
+    stages = [update[s] for s in sorted(update)]
+    norm = sum(of_stage.square for of_stage in stages) ** 0.5
+    return norm, next((of_stage.rates for of_stage in stages if of_stage.rates), ())
 
 
 def timeline_of(table: Schedule, records: Sequence[Record], paced: bool) -> Timeline:

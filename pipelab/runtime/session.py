@@ -4,13 +4,13 @@ The library comes as a `Backend`. `Session.run` executes and checks a part of a 
 gives orders one by one.
 """
 
-import operator
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from traceback import format_exc
@@ -169,15 +169,15 @@ class Session(AbstractContextManager):
     The constructor checks all arguments, and reads a checkpoint to continue from; `with` meets
     other processes; the first `submit` starts the ranks.
 
-    backend  the library's part
-    done     batches that all ranks have done, or have orders to do
-    ranks    this process's, as (row, replica), between the beginning and the end
-    reads    whether one of them has the first or the last stage
+    backend     the library's part
+    done        batches that all ranks have done, or have orders to do
+    ranks       this process's, as (row, replica), between the beginning and the end
+    needs_data  whether one of them has the first or the last stage
     """
 
     def __init__(
         self,
-        make: type[Backend],
+        backend: type[Backend],
         schedule: Schedule,
         stages: Sequence[Any],
         options: Options,
@@ -185,24 +185,21 @@ class Session(AbstractContextManager):
         batches: int,
     ) -> None:
         """`batches`: how many were given for the schedule."""
-        method, factory = make.optimizer
+        method, remedy = backend.optimizer
         if options.training and not hasattr(options.optimizer, method):
-            raise ValueError(f"optimizer is a {type(options.optimizer).__name__}: give {factory}")
+            raise ValueError(f"optimizer is a {type(options.optimizer).__name__}: give {remedy}")
         table = validate(schedule if options.training else schedule.forward_only())
         check_table(table, len(stages), batches, options.training)
-        with make.context():
-            self.backend = make(table, [*stages] * table.copies, options)
+        with backend.context():
+            self.backend = backend(table, [*stages] * table.copies, options)
             if options.training:
                 self.backend.check_optimizer()
-        self.schedule, self.launcher, self.options = (
-            table,
-            self.backend.launcher,
-            self.backend.options,
-        )
-        ties = [set(of.values()) for of in self.backend.ties]
+        self.schedule, self.options = table, self.backend.options
+        self.launcher = self.backend.launcher
+        ties = [set(names.values()) for names in self.backend.ties]
         self.partners = find_partners(table, ties, options.clip)
         self.done = self.backend.begun
-        self.started, self.reads, self.unit = False, False, 0
+        self.started, self.needs_data, self.unit = False, False, 0
         self.ranks: list[tuple[int, int]] = []
         self.failure: RunError | None = None
 
@@ -212,7 +209,7 @@ class Session(AbstractContextManager):
         self.ranks = [divmod(rank, self.options.replicas) for rank in ranks]
         table = self.schedule
         ends = {d for s, d in enumerate(table.placement) if any(table.ends(s))}
-        self.reads = not ends.isdisjoint(row for row, _ in self.ranks)
+        self.needs_data = not ends.isdisjoint(row for row, _ in self.ranks)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -224,13 +221,20 @@ class Session(AbstractContextManager):
     # ---- a part of the table
 
     def run(
-        self, work: Work, batches: Any, *, check: Any, save: Path | None = None, **fields: Any
+        self,
+        work: Work,
+        batches: Any,
+        *,
+        check: Any,
+        save: Path | None = None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        outputs: bool = False,
     ) -> Run:
         """Do the work, and check it.
 
-        batches  by their numbers in the training; only those needed here are read
-        save     where to keep a checkpoint afterwards
-        fields   more of every `Order`
+        batches           by their numbers in the training; only those needed here are read
+        save              where to keep a checkpoint afterwards
+        metrics, outputs  of an evaluation: see `Order`
         """
         with self.backend.context(), self.backend.repeatable() if check else nullcontext():
             # [1] what it starts from, for the replay
@@ -258,7 +262,8 @@ class Session(AbstractContextManager):
                         keep=bool(check),
                         report=True,
                         save=draft,
-                        **fields,
+                        metrics=metrics or {},
+                        outputs=outputs,
                     )
                     outcomes = self.collect()
                     if table.training:
@@ -276,11 +281,8 @@ class Session(AbstractContextManager):
             # [3] check what came of it
             if check:
                 # One process has all weights and steps; the others wait here for its verdict.
-                given = work, data, result, outcomes, start, save
-                result.check = self.launcher.from_first(
-                    lambda: Check.not_made(untold) if untold else self._verdict(*given),
-                    "the check",
-                )
+                verdict = partial(self._verdict, work, data, result, outcomes, start, save, untold)
+                result.check = self.launcher.from_first(verdict, "the check")
             return result
 
     def _verdict(
@@ -291,7 +293,11 @@ class Session(AbstractContextManager):
         outcomes: Sequence[Outcome],
         start: Mapping[int, Any],
         save: Path | None,
+        untold: str,
     ) -> Check:
+        """The check of a run; `start, untold`: see `_states`."""
+        if untold:
+            return Check.not_made(untold)
         began, backend, options, table = time.perf_counter(), self.backend, self.options, work.table
         lanes = [(r, copy) for r in range(options.replicas) for copy in range(table.copies)]
         try:
@@ -300,26 +306,29 @@ class Session(AbstractContextManager):
                 work,
                 data,
                 result,
-                [steps_of(table, outcomes, *lane) for lane in lanes],
-                backend.saved(save) if save else (),
-                options,
-                self.unit,
-                self._kept_of_batch(table, outcomes) < backend.free(),
+                steps=[steps_of(table, outcomes, *lane) for lane in lanes],
+                saved=backend.saved(save) if save else (),
+                options=options,
+                unit=self.unit,
+                roomy=self._kept_of_batch(table, outcomes) < backend.free(),
             )
             model = backend.model(work.offset.updates, states, by_stage(outcomes, "kernels"))
-            found = verdict_of(run, model)
+            check = verdict_of(run, model)
         except Exception:  # the run is complete, and must not be lost
-            found = Check.not_made(format_exc())
-        return replace(found, seconds=time.perf_counter() - began)
+            check = Check.not_made(format_exc())
+        return replace(check, seconds=time.perf_counter() - began)
 
     def _kept_of_batch(self, table: Schedule, outcomes: Sequence[Outcome]) -> float:
         """Bytes that forwards of an undivided batch keep in float64, by what the run's have."""
         size, count = self.backend.size()
+        # Beside bfloat16 float64 has four times the bytes.
         wider = 4.0 if self.options.autocast else 8 * count / max(size, 1)
-        of_row = {
-            o.row: max(map(operator.sub, o.record.most, [0, *o.record.held]), default=0)
-            for o in outcomes
-        }
+        of_row: dict[int, int] = {}
+        for outcome in outcomes:
+            record = outcome.record
+            before = [0, *record.held]  # each action's start
+            taken = [most - held for most, held in zip(record.most, before, strict=False)]
+            of_row[outcome.row] = max(taken, default=0)
         pieces = table.microbatches * self.options.replicas
         return wider * pieces * sum(of_row[d] for d in table.placement)
 
@@ -331,7 +340,7 @@ class Session(AbstractContextManager):
         The first call starts them. `fields` are of every `Order`.
         """
         schedule, options = self.schedule, self.options
-        if self.reads and not self.unit:
+        if self.needs_data and not self.unit:
             whole = work.microbatches // schedule.per_sequence
             self.unit = unit_of(data, whole * options.replicas)
         orders = [
@@ -444,5 +453,5 @@ def steps_of(
     table: Schedule, outcomes: Sequence[Outcome], replica: int, copy: int
 ) -> list[Sequence[Step]]:
     """Per stage, what every update of one replica's copy did; empty if another rank has it."""
-    found, n = by_stage(outcomes, "steps", replica), table.model_stages
-    return [found.get(s, []) for s in range(copy * n, (copy + 1) * n)]
+    steps, n = by_stage(outcomes, "steps", replica), table.model_stages
+    return [steps.get(s, []) for s in range(copy * n, (copy + 1) * n)]

@@ -110,9 +110,9 @@ class Device:
 
     def describe(self, payload: Any) -> str:
         """Types and shapes of a payload's arrays, for an error."""
-        found = [*map(kind_of, self.arrays(payload))]
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-        return ", ".join(found[:4]) + more if found else "no tensors"
+        kinds = [*map(kind_of, self.arrays(payload))]
+        more = f" and {len(kinds) - 4} more" if len(kinds) > 4 else ""
+        return ", ".join(kinds[:4]) + more if kinds else "no tensors"
 
 
 class Stage(Protocol):
@@ -228,6 +228,7 @@ class CountingStage(Stage):
 
     def __init__(self, device: Any, options: Options, *, first: bool, last: bool) -> None:
         self.device, self.options = device, options
+        self.number = 0  # from its first order on, its own
         self.training, self.keep = True, False
         self.first, self.last = first, last  # whether it is that of the model
         self.fed: dict[int, MicroBatch] = {}
@@ -256,12 +257,13 @@ class CountingStage(Stage):
         self.metrics, self.outputs = order.metrics, order.outputs
         if stage in order.microbatches:
             self.later, self.unit = order.later[stage], order.unit
-            for k, given in order.microbatches[stage].items():
-                given.x, given.target = self.placed(given.x), self.placed(given.target)
-                self.fed[k] = given
+            for k, fed in order.microbatches[stage].items():
+                # The order's own: it is done with them.
+                fed.x, fed.target = self.placed(fed.x), self.placed(fed.target)
+                self.fed[k] = fed
                 if self.training:
-                    self._left[given.update] += 1
-                    self._readers[given.version] += 1
+                    self._left[fed.update] += 1
+                    self._readers[fed.version] += 1
 
     def end(self) -> None:
         if not self.training:  # no update drops them
@@ -324,16 +326,16 @@ class CountingStage(Stage):
     def finish(self, microbatch: int, count: float) -> Any:
         """A micro-batch is done. Returns the weight version that nobody reads again, or None."""
         self.device.ledger.drop(self.key(microbatch))
-        given = self.fed[microbatch]
-        for of, number in ((self._left, given.update), (self._readers, given.version)):
-            of[number] -= 1
-            if not of[number]:
-                del of[number]
-        self.counts[given.update] = self.counts.get(given.update, 0.0) + count
+        fed = self.fed[microbatch]
+        for counter, key in ((self._left, fed.update), (self._readers, fed.version)):
+            counter[key] -= 1
+            if not counter[key]:
+                del counter[key]
+        self.counts[fed.update] = self.counts.get(fed.update, 0.0) + count
         # The latest version is what updates start from.
-        if given.version == self.latest or self.read_later(given.version):
+        if fed.version == self.latest or self.read_later(fed.version):
             return None
-        return self.weights.pop(given.version)
+        return self.weights.pop(fed.version)
 
     def read_later(self, version: int) -> bool:
         """Whether a weight version is still to be read."""
@@ -365,7 +367,7 @@ class CountingStage(Stage):
         if not (self.metrics or self.outputs):
             return
         samples = self.fed[microbatch].samples
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         given_back = self.given_back(output) if self.outputs else None
         for name, metric in self.metrics.items():
             # What fails is told where the evaluation was asked for: the training goes on.
@@ -374,13 +376,13 @@ class CountingStage(Stage):
                 mean, count = map(float, value if isinstance(value, tuple) else (value, samples))
                 if not 0 <= count < np.inf:
                     raise ValueError(f"it counts {count}")
-                found[name] = mean, count
+                values[name] = mean, count
             except Exception as error:
-                found[name] = (
+                values[name] = (
                     f"metric {name!r} fails ({type(error).__name__}: {error}): return its mean "
                     "over the samples, one number, or a pair (mean, count)"
                 )
-        self.measured[microbatch] = found, given_back
+        self.measured[microbatch] = values, given_back
 
     def copied(self, data: Any) -> Any:
         """Copies, if what is given could write into them."""

@@ -201,13 +201,13 @@ class Threads(AbstractContextManager):
                 progress = partial(self.marks.__setitem__, job.rank)
                 transport = self.transports[job.replica]
                 worker = Worker(job, stages, device, transport, self.began, progress)
-                while given := self.queues[i].get():
-                    order, before = given
+                while entry := self.queues[i].get():
+                    order, before = entry
                     device.wait_for_caller(before)
                     outcome = worker.work(order)
                     progress(AFTER)
                     self.done.put((i, outcome))
-                    del given, order, outcome  # else its data would be kept until the next
+                    del entry, order, outcome  # else its data would be kept until the next
         except BaseException as error:
             self.errors.append(error)
             self._abort()

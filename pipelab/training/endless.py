@@ -50,12 +50,12 @@ class Endless:
         """
         at = min(batch, self.steady)
         more = batch - at  # as many batches later
-        found = []
+        orders = []
         for row, cuts in zip(self.table.rows, self.cuts, strict=True):
             cells = row[cuts[at + 1] :] if rest else row[cuts[at] : cuts[at + 1]]
             kept = (action for action in cells if begun - more <= self._batch(action) <= at)
-            found.append(Offset.of(self.table, more).moved(kept))
-        return found
+            orders.append(Offset.of(self.table, more).moved(kept))
+        return orders
 
     def work(self, batch: int, begun: int | None = None, pieces: int = 0) -> Work:
         """A batch alone in the pipeline; or, `begun` as for `orders`, between others.
@@ -83,13 +83,13 @@ class Endless:
     @cached_property
     def cuts(self) -> list[list[int]]:
         """Per row, the positions of each batch's first action, and the row's end."""
-        found = []
+        cuts = []
         for row in self.table.rows:
             first: dict[int, int] = {}
             for i, action in enumerate(row):
                 first.setdefault(self._batch(action), i)
-            found.append([first.get(b, len(row)) for b in range(self.table.batches + 1)])
-        return found
+            cuts.append([first.get(b, len(row)) for b in range(self.table.batches + 1)])
+        return cuts
 
     @cached_property
     def staleness(self) -> int:

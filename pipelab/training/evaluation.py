@@ -33,10 +33,10 @@ class Evaluation(list):
         self += run.losses
         self._pieces += _shares(zip(run.microbatch_losses, run.counts, strict=True), times)
         for measured in run.metrics:
-            for name, found in measured.items():
-                if isinstance(found, str):
-                    raise ValueError(found)
-                self._metrics.setdefault(name, []).extend(_shares([found], times))
+            for name, value in measured.items():
+                if isinstance(value, str):
+                    raise ValueError(value)
+                self._metrics.setdefault(name, []).extend(_shares([value], times))
         if run.outputs:
             whole = trees.joined(run.outputs)
             once = trees.map(lambda leaf: leaf[::times] if times > 1 else leaf, whole)

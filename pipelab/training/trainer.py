@@ -16,7 +16,7 @@ from pipelab.runtime.backends import backend_of
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Update, by_stage
-from pipelab.runtime.result import norms_and_rates
+from pipelab.runtime.result import norm_and_rates
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
 from pipelab.runtime.threads import LOOKS, Looked
@@ -110,7 +110,7 @@ class Trainer(AbstractContextManager):
         # Data of orders: a GPU may still have to read what it was given.
         self._under_way: deque[Data | None] = deque()
         self._losses: dict[int, dict[tuple[int, int], Any]] = {}  # [batch][replica, micro-batch]
-        self._updates: dict[int, dict[int, dict[int, Update]]] = {}  # [number][stage], by number
+        self._updates: dict[int, dict[int, Update]] = {}  # [number][stage]
         self._new: deque[TrainedBatch] = deque()  # that `fit` has not yielded
         self._steps: dict[int, TrainedBatch] = {}  # by number, those without results
         self._interrupted = False  # while a result was waited for
@@ -157,12 +157,13 @@ class Trainer(AbstractContextManager):
         """
         if steps is not None and not (hasattr(steps, "__index__") and steps >= 0):
             raise ValueError(f"steps={steps!r}: give a whole number, or None for all batches")
-        found = self._fit(iter(batches), inf if steps is None else steps)
+        most = inf if steps is None else steps
+        trained = self._fit(iter(batches), most)
         if not (progress and self._session.launcher.first):
-            return (yield from found)
+            return (yield from trained)
         total = len(batches) if isinstance(batches, Sized) else inf
-        with showing(min(total, inf if steps is None else steps)) as show:
-            yield from shown_late(found, show)
+        with showing(min(total, most)) as show:
+            yield from shown_late(trained, show)
 
     def _fit(self, iterator: Iterator[Any], left: float) -> Iterator[TrainedBatch]:
         while True:
@@ -193,17 +194,17 @@ class Trainer(AbstractContextManager):
             self._finish("evaluate")
         table = self._endless.table.part(0, 1).forward_only()
         evaluation, iterator = Evaluation(), iter(batches)
-        while found := self._next(iterator, "evaluate"):
-            (batch, pieces), session, times = found, self._session, 1
-            trees = session.backend.trees
+        session, trees = self._session, self._session.backend.trees
+        while batch_read := self._next(iterator, "evaluate"):
+            (batch, pieces), times = batch_read, 1
             if not pieces:  # fewer samples than replicas
                 times = session.options.replicas
                 if batch is not None:
                     batch = repeated(batch, times, self.number, trees)
             with self._whole():
                 work = Work(table, 0, 1, self.number, pieces=pieces or table.per_sequence)
-                data, asked = {self.number: batch}, dict(metrics or {})
-                run = session.run(work, data, check=False, metrics=asked, outputs=outputs)
+                data = {self.number: batch}
+                run = session.run(work, data, check=False, metrics=metrics, outputs=outputs)
             evaluation.add(run, times, trees)
         return evaluation
 
@@ -256,21 +257,21 @@ class Trainer(AbstractContextManager):
         """The current weights, a state dict per stage; on several machines a rank's own."""
         with self._whole():
             self._finish("weights")
-            found = by_stage(self._ask("weights", report=True), "weights")
-            return [found.get(s, {}) for s in range(self._endless.table.model_stages)]
+            weights = by_stage(self._ask("weights", report=True), "weights")
+            return [weights.get(s, {}) for s in range(self._endless.table.model_stages)]
 
     # ---- batches
 
     def _train_on_next(self, iterator: Iterator[Any]) -> bool:
         """Read a batch and put it under way, unless it is too short; False if there is none."""
-        found = self._next(iterator, "fit")
-        if found and not self._is_too_short(found[1]):
+        batch_read = self._next(iterator, "fit")
+        if batch_read and not self._is_too_short(batch_read[1]):
             with self._whole():
                 # One batch more than the pipeline needs is under way.
                 while len(self._under_way) > 1 + self._endless.ahead:
                     self._collect()
-                self._train_on(*found)
-        return found is not None
+                self._train_on(*batch_read)
+        return batch_read is not None
 
     def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int] | None:
         """The next batch, None where it is not needed here, and its micro-batches; or None."""
@@ -281,8 +282,8 @@ class Trainer(AbstractContextManager):
         if id(iterator) in self._read:  # an interrupt came before it was trained on
             _, batch = self._read[id(iterator)]
         else:
-            reads = session.launcher.first or session.reads or looks
-            batch = next(iterator, END) if reads else None
+            needed = session.launcher.first or session.needs_data or looks
+            batch = next(iterator, END) if needed else None
         self._read[id(iterator)] = iterator, batch
         with self._whole():
             # What process 0 sees counts: others may not read it.
@@ -319,9 +320,16 @@ class Trainer(AbstractContextManager):
             self._begin_step()
             self._begun = session.done
             self._last = time.perf_counter()
-            known = sum(run.counts), run.norms[-1], run.rates[-1]
-            alone = replace(run, weights=[]) if checked else None
-            self._end_step(Result(run.losses[0], run.timeline.makespan, alone, *known))
+            self._end_step(
+                Result(
+                    loss=run.losses[0],
+                    seconds=run.timeline.makespan,
+                    run=replace(run, weights=[]) if checked else None,
+                    counted=sum(run.counts),
+                    norm=run.norms[-1],
+                    rates=run.rates[-1],
+                )
+            )
             self._updates.clear()
             if run.check and not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
@@ -363,30 +371,41 @@ class Trainer(AbstractContextManager):
 
     def _collect(self) -> None:
         """Wait for the first orders that are under way."""
+        m = self._endless.table.microbatches
         outcomes = self._session.collect()
         self._under_way.popleft()
-        m, replicas = self._endless.table.microbatches, self._session.options.replicas
-        for o in outcomes:
-            for k, value in o.losses.items():
+        for outcome in outcomes:
+            for k, value in outcome.losses.items():
                 if k >= self._known * m:  # an outcome may have older ones once more
-                    self._losses.setdefault(k // m, {})[o.replica, k] = value
-            for s, updates in o.updates.items() if not o.replica else ():
-                for number, update in updates.items():
-                    self._updates.setdefault(number, {})[s] = {number: update}
-        stages, each = self._endless.table.stages, self._endless.updates
-        while (
-            len(self._losses.get(self._known, ())) == m * replicas
-            and len(self._updates.get(last := (self._known + 1) * each - 1, ())) == stages
-        ):
-            found = self._losses.pop(self._known)
-            (norm,), (rates,) = norms_and_rates(self._updates[last], 1)
-            self._updates = {number: of for number, of in self._updates.items() if number > last}
-            (loss,) = mean_losses([found[place] for place in sorted(found)], 1)
-            now = time.perf_counter()
-            seconds = now - max(self._last, self._times[self._known])
-            self._last = now
-            count = sum(count for _, count in found.values())
-            self._end_step(Result(loss, seconds, None, count, norm, rates))
+                    self._losses.setdefault(k // m, {})[outcome.replica, k] = value
+            if not outcome.replica:
+                for s, updates in outcome.updates.items():
+                    for number, update in updates.items():
+                        self._updates.setdefault(number, {})[s] = update
+        while self._is_through(self._known):
+            self._tell_next()
+
+    def _is_through(self, batch: int) -> bool:
+        """Whether all losses of a batch are there, and its last update is made on all stages."""
+        table, replicas = self._endless.table, self._session.options.replicas
+        updates = self._updates.get(self._last_update(batch), ())
+        losses = self._losses.get(batch, ())
+        return len(losses) == table.microbatches * replicas and len(updates) == table.stages
+
+    def _last_update(self, batch: int) -> int:
+        return (batch + 1) * self._endless.updates - 1
+
+    def _tell_next(self) -> None:
+        """Tell the results of the first batch without them, which is through."""
+        last, losses = self._last_update(self._known), self._losses.pop(self._known)
+        norm, rates = norm_and_rates(self._updates[last])
+        self._updates = {number: of for number, of in self._updates.items() if number > last}
+        (loss,) = mean_losses([losses[place] for place in sorted(losses)], 1)
+        now = time.perf_counter()
+        seconds = now - max(self._last, self._times[self._known])
+        self._last = now
+        count = sum(count for _, count in losses.values())
+        self._end_step(Result(loss, seconds, None, count, norm, rates))
 
     def _empty(self) -> None:
         """Finish all that is under way."""
