@@ -14,9 +14,9 @@ from pipelab.jax.host import digest, of_trees
 from pipelab.jax.jaxpr import is_mutable
 from pipelab.jax.replay import JaxModel, Made
 from pipelab.jax.stage import JaxStage, digest_of, digest_of_optimizer
+from pipelab.runtime.backend import Backend
 from pipelab.runtime.batches import cut_batch, samples_of
 from pipelab.runtime.options import Options
-from pipelab.runtime.session import Backend
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.worker import Job
 from pipelab.table.action import Kind

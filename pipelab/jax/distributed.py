@@ -24,7 +24,7 @@ from jax.sharding import SingleDeviceSharding
 
 from pipelab.jax.host import words
 from pipelab.runtime.cluster import LEAVING, Cluster, thread_of
-from pipelab.runtime.threads import LOOK
+from pipelab.runtime.launcher import LOOK
 from pipelab.runtime.transport import Lost, lost
 from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job, RunError

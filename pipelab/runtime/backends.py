@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipelab.show.interrupt import imports_whole
 
 if TYPE_CHECKING:
-    from pipelab.runtime.session import Backend
+    from pipelab.runtime.backend import Backend
 
 # its name -> the module, and the class there
 BACKENDS = dict.fromkeys(

@@ -12,16 +12,8 @@ from threading import Event, Thread
 from typing import Any
 
 from pipelab.runtime import clock
-from pipelab.runtime.threads import (
-    BEFORE,
-    LOOK,
-    LOOKS,
-    Digests,
-    Looked,
-    Threads,
-    no_progress,
-    place,
-)
+from pipelab.runtime.launcher import BEFORE, LOOK, LOOKS, Digests, Looked, no_progress, place
+from pipelab.runtime.threads import Threads
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job, Outcome, RunError, told

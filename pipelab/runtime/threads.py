@@ -1,4 +1,4 @@
-"""The launcher of a run's jobs; here, threads of this process: a worker per device.
+"""The launcher of jobs in threads of this process: a worker per device.
 
 Models and functions defined in a notebook just work.
 """
@@ -6,88 +6,30 @@ Models and functions defined in a notebook just work.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Barrier, BrokenBarrierError, Thread
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from pipelab.runtime.launcher import AFTER, Launcher
 from pipelab.runtime.stage import Device, Stage
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.worker import Job, Order, Outcome, Worker
 
-LOOK = 0.25  # seconds between two looks at how far others are
-Orders = SimpleQueue[Order | None]  # None is the end
-Digests = Callable[[], Mapping[str, str | None]]
-STARTS, BEFORE, AFTER = -1, -2, -3  # marks of a rank around its actions
-LOOKS = "a look at a step"  # a call that only some processes make: the others join them
 
+class Threads(Launcher):
+    """A thread of this process for each rank.
 
-class Looked(Exception):
-    """Another process makes the call LOOKS, which comes first; then repeat the call."""
+    The first worker that raises ends all, and whoever waits raises its error. An interrupt of the
+    waiting thread, or `watch`, ends them, too: the other workers stop before their next action.
 
-
-class RankJob(Protocol):
-    """A rank's job: its number, its row, a name for errors, and what its progress marks mean."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def row(self) -> int: ...
-    @property
-    def where(self) -> str: ...
-    def doing(self, mark: int) -> str: ...
-
-
-def place(job: RankJob, mark: int) -> str:
-    """Where a rank is, by its latest progress mark."""
-    known = {STARTS: "(starting)", BEFORE: "(before the first)", AFTER: "(after the last)"}
-    return known.get(mark) or job.doing(mark)
-
-
-def no_progress(places: Sequence[str], timeout: float) -> str:
-    return f"no action ended within {timeout:g} s: {'; '.join(places)}"
-
-
-class Threads(AbstractContextManager):
-    """The launcher of the jobs: threads of this process, or a subclass's processes.
-
-    Ranks start once, and then take orders until the end. The first worker that raises ends all, and
-    whoever waits raises its error. An interrupt of the waiting thread, or `watch`, ends them, too:
-    the other workers stop before their next action.
-
-    first  whether this process is the one that writes and checks
     pause  seconds after which whoever waits for the workers calls `watch`; None: it just waits. No
            thread stays behind, except one that hangs under a watch
     """
 
-    first = True
     pause: float | None = None
     workers: Sequence[Thread] = ()
-
-    def ranks(self, count: int) -> Sequence[int]:
-        """Those of `count` ranks that this process runs. ValueError if there are not that many."""
-        return range(count)
-
-    def agree(self, digests: Digests, call: str = "a batch's data", *, early: bool = False) -> None:
-        """ValueError if several processes were given different arguments; all call this.
-
-        digests      returns them by name; None, or no entry, if not known here
-        call, early  see `share`
-        """
-
-    def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
-        """The values of all processes, in their order; all call this.
-
-        call   its purpose, the same in all; else ValueError
-        early  nothing has been done for it yet: it can be repeated, and others have `timeout`;
-               raises Looked where others make the call LOOKS
-        """
-        return [value]
-
-    def from_first(self, make: Callable[[], Any], call: str = "") -> Any:
-        """The value that the first process makes, in every process; `call`: see `share`."""
-        return make()
 
     def watch(self) -> None:
         """Look at others; raises if waiting is useless."""
@@ -141,16 +83,10 @@ class Threads(AbstractContextManager):
                 self._fail()
 
     def submit(self, orders: Sequence[Order]) -> None:
-        """Give each of this process's ranks its order; does not wait for them."""
         for queue, device, order in zip(self.queues, self.devices, orders, strict=True):
             queue.put((order, device.callers_work(order)))
 
     def collect(self, call: str = "a batch's end") -> list[Outcome]:
-        """The outcomes, from all ranks, of the oldest orders not collected yet.
-
-        `call` is their purpose, see `share`. The first process has all weights and steps, others
-        their own. RunError when a rank fails.
-        """
         with self._ended_by_errors():
             while not all(self.outcomes):
                 try:
@@ -164,7 +100,6 @@ class Threads(AbstractContextManager):
             return [of_job.popleft() for of_job in self.outcomes]
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the ranks after all their orders; after an error, before their next actions."""
         if not self.workers:
             return
         if error:
@@ -179,10 +114,6 @@ class Threads(AbstractContextManager):
         # Their tracebacks refer to frames that refer to this: all stages would be kept until the
         # next garbage collection.
         self.errors.clear()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Everything is done, or has failed."""
-        self.stop(error)
 
     def _abort(self) -> None:
         for transport in self.transports:

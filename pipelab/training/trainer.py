@@ -14,12 +14,12 @@ from typing import Any
 from pipelab.predict.costs import Recomputed, recompute_of
 from pipelab.runtime.backends import backend_of
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
+from pipelab.runtime.launcher import LOOKS, Looked
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Update, by_stage
 from pipelab.runtime.result import norm_and_rates
 from pipelab.runtime.run import new_folder
 from pipelab.runtime.session import Session
-from pipelab.runtime.threads import LOOKS, Looked
 from pipelab.runtime.work import Work
 from pipelab.runtime.worker import RunError, told
 from pipelab.show.interrupt import Noted

@@ -920,7 +920,7 @@ def test_a_containers_limit_is_what_is_free(tmp_path, monkeypatch):
         (tmp_path / "memory.max").write_text("3000\n"),
         (tmp_path / "memory.current").write_text("1000\n"),
     )
-    monkeypatch.setattr("pipelab.runtime.session.CGROUP", tmp_path)
+    monkeypatch.setattr("pipelab.runtime.backend.CGROUP", tmp_path)
     assert own.free() == 2000 < whole
     (tmp_path / "memory.max").write_text("max\n")  # no limit
     assert own.free() > 2000

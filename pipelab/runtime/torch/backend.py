@@ -16,12 +16,13 @@ import torch._dynamo  # the first optimizer would load it: a second that Ctrl-C 
 from torch import nn
 
 from pipelab.predict.costs import Recompute
+from pipelab.runtime.backend import Backend
 from pipelab.runtime.batches import Data, cut_batch, samples_of
 from pipelab.runtime.devices import parts_called
 from pipelab.runtime.drafts import draft_of
+from pipelab.runtime.launcher import Launcher
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order
-from pipelab.runtime.session import Backend
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.checkpoint import Index
@@ -358,12 +359,13 @@ def _on_host(module: nn.Module) -> nn.Module:
     return copy_modules([module])[0].cpu() if any(t.is_cuda for t in tensors) else module
 
 
-def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
+def _launcher(table: Schedule, options: Options) -> tuple[Launcher, list[str]]:
     """Who carries out the rows, and the names of their devices.
 
     ValueError for a part of a GPU in other processes, which take turns on the whole GPU.
     """
-    launcher, devices = Threads(), options.devices
+    launcher: Launcher = Threads()
+    devices = options.devices
     if options.backend != "threads" and LAUNCHED <= os.environ.keys():
         from pipelab.runtime.torch.ranks import Ranks
 

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from pipelab.runtime.launcher import BEFORE, Orders, RankJob
 from pipelab.runtime.orders import Outcome
-from pipelab.runtime.threads import BEFORE, Orders, RankJob, Threads
+from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import settings
 from pipelab.runtime.torch.groups import FOREVER, GroupWire
 from pipelab.runtime.torch.imported import Facts, check_same, facts_of

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+from pipelab.runtime.launcher import STARTS, Launcher, RankJob, no_progress, place
 from pipelab.runtime.orders import Order, Outcome
-from pipelab.runtime.threads import STARTS, RankJob, Threads, no_progress, place
 from pipelab.runtime.torch.child import Connected, Failure, perform, perform_once, rank_process
 from pipelab.runtime.torch.copies import Compiled, compile_as, compiled_in
 from pipelab.runtime.torch.imported import facts_of
@@ -40,13 +40,13 @@ PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.child"]
 STARTING = Lock()  # this process has one __main__
 
 
-class Processes(Threads):
+class Processes(Launcher):
     """This process starts one for every rank, and does all else itself."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout, self.all = timeout, ExitStack()
 
-    def start(self, jobs: Sequence[Any], *_: Any) -> None:
+    def start(self, jobs: Sequence[Any]) -> None:
         modules = [module for job in jobs for module in job.modules.values()]
         facts = facts_of(modules, jobs[0].options.loss, jobs[0].options.optimizer)
         self.running = self.all.enter_context(_started(jobs, partial(perform, facts)))
