@@ -170,9 +170,10 @@ class JaxStage(CountingStage):
     def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, Any]:
         """Run the forward; returns y, or the loss, and what that counted."""
         target = self.fed[microbatch].target
-        if self.last and not self.training and (self.metrics or self.outputs):
+        if self.observe and self.last:
             weights = self.weights[self.fed[microbatch].version]
-            self.measure(microbatch, self._apply(weights, x, *self._keys(microbatch)), target)
+            output = self._apply(weights, x, *self._keys(microbatch))
+            self.seen[microbatch] = self.observe(self, microbatch, output, target)
         groups, backwards = self._groups(microbatch, x, target), keep and self.training
         program = self._function.compiled(groups, backwards)
         if not backwards:

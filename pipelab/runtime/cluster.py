@@ -132,7 +132,7 @@ class Cluster(Threads):
             numbers = range(self.count if self.first else 0)
             every = [outcome for n in numbers for outcome in self._heard(n, call)]
             short = self.from_first(
-                lambda: [replace(o, steps={}, weights={}, states={}, outputs={}) for o in every],
+                lambda: [_short(outcome) for outcome in every],
                 call,
             )
         self.patience = math.inf
@@ -334,3 +334,9 @@ def thread_of(call: Callable[..., None], *arguments: Any) -> Thread:
     thread = Thread(target=call, args=arguments, daemon=True)
     thread.start()
     return thread
+
+
+def _short(outcome: Outcome) -> Outcome:
+    """Without what only process 0 needs."""
+    seen = {k: of._replace(output=None) for k, of in outcome.seen.items()}
+    return replace(outcome, steps={}, weights={}, states={}, seen=seen)

@@ -35,6 +35,16 @@ class MicroBatch:
     seed: tuple[int, int, int] | None = None
 
 
+class Seen(NamedTuple):
+    """What an evaluation asked about a micro-batch.
+
+    told    small, for all processes; `output` for the first one, on the host
+    """
+
+    told: Any
+    output: Any
+
+
 @dataclass(kw_only=True)
 class Order:
     """What the worker of a rank does next.
@@ -52,8 +62,8 @@ class Order:
     report        whether to return a full `Outcome`, not only the losses
     state         whether to return the stages' states
     save          where to write that to
-    metrics       of an evaluation, by name: (output, target) -> a mean, or it and its count
-    outputs       of an evaluation: whether to return the model's
+    observe       of an evaluation, on the last stage: (the stage, micro-batch, output, target) ->
+                  what is `Seen` of it
     """
 
     actions: Sequence[Action] = ()
@@ -67,8 +77,7 @@ class Order:
     report: bool = False
     state: bool = False
     save: Path | None = None
-    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
-    outputs: bool = False
+    observe: Callable[[Any, int, Any, Any], Seen] | None = None
 
 
 class Update(NamedTuple):
@@ -135,8 +144,7 @@ class Outcome:
     """The result of a rank's order.
 
     losses   (mean, count) by micro-batch, from the rank with the last stage
-    metrics  of an evaluation the same, by name, or why there are none; `outputs`: the model's, on
-             the host
+    seen     of an evaluation, by micro-batch
     updates  by stage and number
     record   its worker's record
     steps    by stage, the effect of each update
@@ -152,8 +160,7 @@ class Outcome:
     row: int
     replica: int
     losses: dict[int, tuple[float, float]]
-    metrics: dict[int, dict[str, tuple[float, float] | str]] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
+    seen: dict[int, Seen] = field(default_factory=dict)
     updates: dict[int, dict[int, Update]] = field(default_factory=dict)
     record: Record = field(default_factory=Record)
     steps: dict[int, Sequence[Step]] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from pipelab.predict.memory import (
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Bytes, Outcome, Record, Update, by_stage
+from pipelab.runtime.orders import Bytes, Outcome, Record, Seen, Update, by_stage
 from pipelab.runtime.verdict.check import Check
 from pipelab.runtime.work import Work
 from pipelab.table.schedule import Schedule
@@ -41,8 +41,7 @@ class Run:
     replicas           measured spans of every replica
     records            what each device of the first replica recorded
     counts             one per micro-batch: how many samples or tokens its loss is the mean of
-    metrics            of a Trainer's evaluation, per micro-batch: (mean, count) by name;
-                       `outputs`: the model's
+    seen               of a Trainer's evaluation, per micro-batch
     norms              per update, of the whole gradient, before clipping
     rates              per update, the learning rate of each parameter group of the first stage with
                        trained weights; empty with jax, whose optimizers do not tell
@@ -59,8 +58,7 @@ class Run:
     records: list[Record] = field(repr=False)
     unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
     counts: list[float] = field(default_factory=list)
-    metrics: list[dict[str, tuple[float, float] | str]] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list, repr=False)
+    seen: list[Seen] = field(default_factory=list, repr=False)
     norms: list[float] = field(default_factory=list)
     rates: list[Sequence[float]] = field(default_factory=list)
 
@@ -123,8 +121,7 @@ def result_of(work: Work, outcomes: Sequence[Outcome], options: Options) -> Run:
         records=records[0],
         unsplit=by_stage(outcomes, "unsplit"),
         counts=[count for _, count in values],
-        metrics=[outcome.metrics[k] for outcome, k in places if k in outcome.metrics],
-        outputs=[outcome.outputs[k] for outcome, k in places if k in outcome.outputs],
+        seen=[outcome.seen[k] for outcome, k in places if k in outcome.seen],
         norms=[norm for norm, _ in told],
         rates=[rates for _, rates in told],
     )

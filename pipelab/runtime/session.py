@@ -17,7 +17,7 @@ from typing import Any
 from pipelab.runtime.backend import Backend
 from pipelab.runtime.batches import Data
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Order, Outcome, Step, by_stage
+from pipelab.runtime.orders import Order, Outcome, Seen, Step, by_stage
 from pipelab.runtime.prepare import (
     check_table,
     find_partners,
@@ -99,14 +99,13 @@ class Session(AbstractContextManager):
         *,
         check: Any,
         save: Path | None = None,
-        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
-        outputs: bool = False,
+        observe: Callable[[Any, int, Any, Any], Seen] | None = None,
     ) -> Run:
         """Do the work, and check it.
 
-        batches           by their numbers in the training; only those needed here are read
-        save              where to keep a checkpoint afterwards
-        metrics, outputs  of an evaluation: see `Order`
+        batches  by their numbers in the training; only those needed here are read
+        save     where to keep a checkpoint afterwards
+        observe  of an evaluation: see `Order`
         """
         with self.backend.context(), self.backend.repeatable() if check else nullcontext():
             # [1] what it starts from, for the replay
@@ -134,8 +133,7 @@ class Session(AbstractContextManager):
                         keep=bool(check),
                         report=True,
                         save=draft,
-                        metrics=metrics or {},
-                        outputs=outputs,
+                        observe=observe,
                     )
                     outcomes = self.collect()
                     if table.training:

@@ -12,7 +12,7 @@ import numpy as np
 from pipelab.runtime.batches import kind_of
 from pipelab.runtime.ledger import Ledger
 from pipelab.runtime.options import Options
-from pipelab.runtime.orders import Bytes, MicroBatch, Order, Step, Update
+from pipelab.runtime.orders import Bytes, MicroBatch, Order, Seen, Step, Update
 from pipelab.table.action import Kind
 
 
@@ -124,14 +124,14 @@ class Stage(Protocol):
     losses    per micro-batch, on the last stage: its mean and count
     steps     what each update did, if kept
     updates   what is reported of each: its squared norm may still be a number on a device
-    measured  of an evaluation, on the last stage: by micro-batch, its metrics and its output
+    seen      of an evaluation, on the last stage: by micro-batch, what the order's `observe` saw
     unsplit   weight -> why I computed its gradient instead of W
     """
 
     losses: dict[int, Any]
     steps: Sequence[Step] = ()
     updates: Mapping[int, Update] = {}
-    measured: Mapping[int, tuple[Mapping[str, Any], Any]] = {}
+    seen: Mapping[int, Seen] = {}
     unsplit: Mapping[Any, str] = {}
 
     @property
@@ -238,9 +238,8 @@ class CountingStage(Stage):
         self.losses = {}
         self.steps: list[Step] = []
         self.updates: dict[int, Update] = {}
-        self.metrics: Mapping[str, Any] = {}
-        self.outputs = False
-        self.measured: dict[int, tuple[dict[str, Any], Any]] = {}
+        self.observe: Any = None  # as in its latest order
+        self.seen: dict[int, Seen] = {}
         self.unsplit: dict[str, str] = {}
         self.stepped: Any = None  # gradients of an update that `steps` does not have yet
         self.norm = np.nan  # of the latest update, before clipping
@@ -254,7 +253,7 @@ class CountingStage(Stage):
     def begin(self, stage: int, order: Order) -> None:
         self.number = stage
         self.training, self.keep = order.training, order.keep
-        self.metrics, self.outputs = order.metrics, order.outputs
+        self.observe = order.observe
         if stage in order.microbatches:
             self.later, self.unit = order.later[stage], order.unit
             for k, fed in order.microbatches[stage].items():
@@ -270,7 +269,7 @@ class CountingStage(Stage):
             self.fed.clear()
         # Its update may still have to look at a loss.
         self.losses = {k: loss for k, loss in self.losses.items() if k in self.fed}
-        self.steps, self.updates, self.measured = [], {}, {}
+        self.steps, self.updates, self.seen = [], {}, {}
 
     # ---- backwards: the same three in both backends, but for how gradients are computed
 
@@ -361,28 +360,6 @@ class CountingStage(Stage):
         # nan stays nan; an infinite norm leaves nothing of what is finite, as in torch
         factor = float(np.minimum(1.0, self.options.clip / (self.norm + 1e-6)))
         return count / factor if factor else np.inf
-
-    def measure(self, microbatch: int, output: Any, target: Any) -> None:
-        """Record the metrics of an evaluated micro-batch, and its output if asked for."""
-        if not (self.metrics or self.outputs):
-            return
-        samples = self.fed[microbatch].samples
-        values: dict[str, Any] = {}
-        given_back = self.given_back(output) if self.outputs else None
-        for name, metric in self.metrics.items():
-            # What fails is told where the evaluation was asked for: the training goes on.
-            try:
-                value = metric(*self.copied((output, target)))
-                mean, count = map(float, value if isinstance(value, tuple) else (value, samples))
-                if not 0 <= count < np.inf:
-                    raise ValueError(f"it counts {count}")
-                values[name] = mean, count
-            except Exception as error:
-                values[name] = (
-                    f"metric {name!r} fails ({type(error).__name__}: {error}): return its mean "
-                    "over the samples, one number, or a pair (mean, count)"
-                )
-        self.measured[microbatch] = values, given_back
 
     def copied(self, data: Any) -> Any:
         """Copies, if what is given could write into them."""

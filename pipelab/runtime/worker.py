@@ -192,10 +192,7 @@ class Worker:
                 number: Update(float(square), [*map(float, rates)])
                 for number, (square, rates) in stage.updates.items()
             }
-            for k, (metrics, output) in stage.measured.items():
-                outcome.metrics[k] = dict(metrics)
-                if output is not None:
-                    outcome.outputs[k] = output
+            outcome.seen |= stage.seen
         if order.report:
             outcome.record = record
             outcome.steps = {s: stage.steps for s, stage in stages.items()}

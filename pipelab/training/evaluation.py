@@ -1,11 +1,44 @@
 """Evaluation: losses, metrics and outputs of batches, without training."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import exp, inf
 from typing import Any
 
 from pipelab.runtime.batches import Trees, mean_losses
+from pipelab.runtime.orders import Seen
 from pipelab.runtime.result import Run
+from pipelab.runtime.stage import CountingStage
+
+
+@dataclass(frozen=True)
+class Observe:
+    """What an evaluation asks about each micro-batch, where the model's output is.
+
+    metrics  by name: (output, target) -> a mean, or it and its count
+    outputs  whether to return the model's
+    """
+
+    metrics: Mapping[str, Callable[[Any, Any], Any]]
+    outputs: bool
+
+    def __call__(self, stage: CountingStage, microbatch: int, output: Any, target: Any) -> Seen:
+        given_back = stage.given_back(output) if self.outputs else None
+        samples, values = stage.fed[microbatch].samples, dict[str, Any]()
+        for name, metric in self.metrics.items():
+            # What fails is told where the evaluation was asked for: the training goes on.
+            try:
+                value = metric(*stage.copied((output, target)))
+                mean, count = map(float, value if isinstance(value, tuple) else (value, samples))
+                if not 0 <= count < inf:
+                    raise ValueError(f"it counts {count}")
+                values[name] = mean, count
+            except Exception as error:
+                values[name] = (
+                    f"metric {name!r} fails ({type(error).__name__}: {error}): return its mean "
+                    "over the samples, one number, or a pair (mean, count)"
+                )
+        return Seen(values, given_back)
 
 
 class Evaluation(list):
@@ -32,13 +65,14 @@ class Evaluation(list):
         """Add a run's results for a batch; the run repeated each sample this many `times`."""
         self += run.losses
         self._pieces += _shares(zip(run.microbatch_losses, run.counts, strict=True), times)
-        for measured in run.metrics:
-            for name, value in measured.items():
+        for told, _ in run.seen:
+            for name, value in told.items():
                 if isinstance(value, str):
                     raise ValueError(value)
                 self._metrics.setdefault(name, []).extend(_shares([value], times))
-        if run.outputs:
-            whole = trees.joined(run.outputs)
+        outputs = [output for _, output in run.seen if output is not None]
+        if outputs:
+            whole = trees.joined(outputs)
             once = trees.map(lambda leaf: leaf[::times] if times > 1 else leaf, whole)
             self.outputs.append(once)
 

@@ -25,7 +25,7 @@ from pipelab.runtime.worker import RunError, told
 from pipelab.show.interrupt import Noted
 from pipelab.table.schedule import Schedule
 from pipelab.training.endless import Endless
-from pipelab.training.evaluation import Evaluation
+from pipelab.training.evaluation import Evaluation, Observe
 from pipelab.training.progress import say, showing, shown_late
 from pipelab.training.step import Result, TrainedBatch
 
@@ -195,6 +195,7 @@ class Trainer(AbstractContextManager):
         table = self._endless.table.part(0, 1).forward_only()
         evaluation, iterator = Evaluation(), iter(batches)
         session, trees = self._session, self._session.backend.trees
+        observe = Observe(dict(metrics or {}), outputs) if metrics or outputs else None
         while batch_read := self._next(iterator, "evaluate"):
             (batch, pieces), times = batch_read, 1
             if not pieces:  # fewer samples than replicas
@@ -204,7 +205,7 @@ class Trainer(AbstractContextManager):
             with self._whole():
                 work = Work(table, 0, 1, self.number, pieces=pieces or table.per_sequence)
                 data = {self.number: batch}
-                run = session.run(work, data, check=False, metrics=metrics, outputs=outputs)
+                run = session.run(work, data, check=False, observe=observe)
             evaluation.add(run, times, trees)
         return evaluation
 

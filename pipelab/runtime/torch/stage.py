@@ -141,8 +141,8 @@ class TorchStage(VersionedStage):
             if self.slices > 1 and (microbatch + 1) % self.slices:
                 self._past[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, past)
             left = pytree.tree_leaves(past) if past else []
-            if self.last and not training:
-                self.measure(microbatch, y, target)
+            if self.observe and self.last:
+                self.seen[microbatch] = self.observe(self, microbatch, y, target)
             value: Any = self.options.loss(y, target) if self.last else None
             if seed is not None and training not in self.known_to_draw:
                 self.known_to_draw[training] = drew()
