@@ -172,6 +172,12 @@ def repeated(batch: Any, times: int, number: int, trees: Trees) -> tuple[Any, An
     return trees.map(more, as_pair(batch, number, trees))
 
 
+def counted(piece: Any, trees: Trees, slices: Sequence[float]) -> int:
+    """The samples of a piece; of a slice, their positions, as slices may differ in length."""
+    samples = samples_of(piece, trees)
+    return samples * length_of(piece, trees) if slices else samples
+
+
 def samples_of(piece: Any, trees: Trees) -> int:
     """The number of samples in a piece of a batch."""
     leaves, _ = trees.flatten(piece)

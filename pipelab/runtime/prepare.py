@@ -9,7 +9,7 @@ import numpy as np
 
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import delays, durations, waits
-from pipelab.runtime.batches import Data, Trees, length_of, samples_of, slices_of
+from pipelab.runtime.batches import Data, counted, samples_of, slices_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch
 from pipelab.runtime.work import Work
@@ -127,7 +127,7 @@ def microbatches_of(
             recompute=recompute[place],
             x=x if first else None,
             target=y if last else None,
-            samples=_counted((x, y), table, data.trees) if needs_data else 0,
+            samples=counted((x, y), data.trees, table.slices) if needs_data else 0,
             seed=None if options.seed is None else (options.seed, s % table.model_stages, piece),
         )
 
@@ -140,12 +140,6 @@ def microbatches_of(
         }
         for s in stages
     }
-
-
-def _counted(piece: Any, table: Schedule, trees: Trees) -> int:
-    """The samples of a piece; of a slice, their positions, as slices may differ in length."""
-    samples = samples_of(piece, trees)
-    return samples * length_of(piece, trees) if table.slices else samples
 
 
 def paces_of(table: Schedule, options: Options) -> list[list[tuple[float, float]]]:

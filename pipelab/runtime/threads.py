@@ -5,7 +5,7 @@ Models and functions defined in a notebook just work.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -13,7 +13,7 @@ from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any, NoReturn
 
 from pipelab.runtime.launcher import AFTER, Launcher
-from pipelab.runtime.stage import Device, Stage
+from pipelab.runtime.stage import Device
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.worker import Job, Order, Outcome, Worker
 
@@ -56,18 +56,15 @@ class Threads(Launcher):
         self.outcomes: list[deque[Outcome]] = [deque() for _ in jobs]
         self.errors: list[BaseException] = []
         # Stages are made here: threads start with all that may fail behind them.
-        devices = self.devices = [job.make_device() for job in jobs]
-        self.workers = [
+        self.devices, workers = [job.make_device() for job in jobs], []
+        for i, (job, device) in enumerate(zip(jobs, self.devices, strict=True)):
+            with device.placing():
+                arguments = i, job, device, job.stages(device)
+            name = f"pipelab device {job.row}"
             # Daemons: one that hangs in a library's call must not keep the process from ending.
-            Thread(
-                target=self._work,
-                args=(i, job, device, _placed(job, device)),
-                name=f"pipelab device {job.row}",
-                daemon=True,
-            )
-            for i, (job, device) in enumerate(zip(jobs, devices, strict=True))
-        ]
-        for worker in self.workers:
+            workers.append(Thread(target=self._work, args=arguments, name=name, daemon=True))
+        self.workers = workers
+        for worker in workers:
             worker.start()
         with self._ended_by_errors():
             try:
@@ -76,7 +73,7 @@ class Threads(Launcher):
                 for transport in self.transports:  # a paced run's messages say when they came
                     transport.began = None if jobs[0].paced else self.began
                 time.sleep(max(0.0, self.began - time.perf_counter()))
-                for device in devices:
+                for device in self.devices:
                     device.begin(self.began)
                 self.ready.wait()
             except BrokenBarrierError:  # a worker could not start
@@ -160,11 +157,6 @@ class Threads(Launcher):
             raise next(iter(failures), Aborted())
         finally:
             del failures  # as above: the error's traceback refers to this frame
-
-
-def _placed(job: Job, device: Device) -> Mapping[int, Stage]:
-    with device.placing():
-        return job.stages(device)
 
 
 def _mailboxes(job: Job) -> list[Transport]:

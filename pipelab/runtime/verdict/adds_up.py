@@ -16,7 +16,7 @@ from math import inf
 
 import numpy as np
 
-from pipelab.runtime.batches import length_of, mean_losses, samples_of
+from pipelab.runtime.batches import counted, mean_losses
 from pipelab.runtime.verdict.compare import distance, norm
 from pipelab.runtime.verdict.replay import Library, Model, Piece, Placed, Total, Update, replay
 from pipelab.runtime.verdict.rules import TABLE
@@ -165,8 +165,7 @@ class Batch:
         return update._replace(weights=[Placed(library, of) for of in update.weights])
 
     def _batch(self, update: Update) -> Piece:
-        (x, y), trees = self.run.data[update.number], self.model.trees
-        samples = samples_of((x, y), trees) * (length_of((x, y), trees) if self.table.slices else 1)
+        x, y = self.run.data[update.number]
         return Piece(
             x,
             y,
@@ -176,7 +175,7 @@ class Batch:
             versions=[0],
             seeds=None,
             again=False,
-            samples=samples,
+            samples=counted((x, y), self.model.trees, self.table.slices),
         )
 
     def _coupled(self, update: Update, precision: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelab.runtime.batches import Trees, cut_batch, length_of, samples_of, slices_of
+from pipelab.runtime.batches import Trees, counted, cut_batch, slices_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Step
 from pipelab.runtime.prepare import seed_for
@@ -58,7 +58,6 @@ class Trained:
                 for k, (x, y) in enumerate(parts, b * m + place):
                     number = (work.batches[b] * replicas + replica) * work.whole.microbatches
                     number += k - b * m  # in the training: a short batch takes as many as any
-                    samples = samples_of((x, y), trees)
                     piece = Piece(
                         x,
                         y,
@@ -70,7 +69,7 @@ class Trained:
                         if options.seed is None
                         else [int(seed_for(options.seed, s, number)) for s in range(n)],
                         again=again[k - b * m],
-                        samples=samples * length_of((x, y), trees) if table.slices else samples,
+                        samples=counted((x, y), trees, table.slices),
                     )
                     by_update[k // size].append(piece)
         return by_update

@@ -71,11 +71,11 @@ def verdict_of(run: Trained, model: Model) -> Check:
             break
     # [2] how far off all are: in the order of sums, and else, where that may be, in rounding
     if differs:
-        check = Check(True, How.SUMS, rule, updates=updates)
-        steady = _judge(check, model, compared(How.SUMS), differs)
-        if not (check.passed or check.reasons or (model.repeats and steady)):
-            check = Check(True, How.ROUNDING, rule, updates=updates)
-            _judge(check, model, compared(How.ROUNDING), differs)
+        for how in How.SUMS, How.ROUNDING:
+            check = Check(True, how, rule, updates=updates)
+            steady = _judge(check, model, compared(how), differs)
+            if check.passed or check.reasons or (model.repeats and steady):
+                break
     # [3] the second question
     check.reasons, check.unjudged = check.reasons or batch.reasons, batch.unjudged
     check.passed &= not check.reasons
