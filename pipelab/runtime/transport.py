@@ -1,4 +1,4 @@
-"""Messages between workers of one process: a queue per device, and a box keyed by what sends.
+"""Messages between workers of one process: a queue per row, and a box keyed by what sends.
 
 A queue alone would not do: a consumer may want outputs in another order than they were made.
 """

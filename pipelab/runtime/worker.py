@@ -267,8 +267,8 @@ class Worker:
         self, actions: Sequence[Action], work: Sequence[Callable[[], Done]]
     ) -> list[Done]:
         """What comes of actions that overlap."""
-        copies = actions[-1].kind in HOST
-        if copies:  # it uses no module
+        copy_last = actions[-1].kind in HOST
+        if copy_last:  # it uses no module
             *here, aside = work
         elif len({action.stage for action in actions}) > 1:
             aside, *here = work
@@ -279,7 +279,7 @@ class Worker:
             done = [compute() for compute in here]
         finally:  # nothing goes on behind an error
             other = wait()
-        return [*done, other] if copies else [other, *done]
+        return [*done, other] if copy_last else [other, *done]
 
     def _compute(self, action: Action, received: Any, before: list[Any]) -> Done:
         """Do an action; its start comes after the marks `before`."""
