@@ -111,14 +111,7 @@ class Session(AbstractContextManager):
             # [1] what it starts from, for the replay
             backend, table = self.backend, work.table
             if check and table.training and self.launcher.first:
-                needed, free = backend.needed(table.updates), backend.free()
-                if needed > free:
-                    warnings.warn(
-                        f"the check takes {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} "
-                        "GiB are free: give check=False, or check a smaller model of the same "
-                        "kind",
-                        stacklevel=3,
-                    )
+                self._warn_of_memory(table.updates)
             start, untold = self._states() if check and self.started else (backend.start, "")
             data = Data(batches, work.batches, backend.trees)
             # [2] run, and keep the checkpoint only if all of it could be written
@@ -154,6 +147,15 @@ class Session(AbstractContextManager):
                 verdict = partial(self._verdict, work, data, result, outcomes, start, save, untold)
                 result.check = self.launcher.from_first(verdict, "the check")
             return result
+
+    def _warn_of_memory(self, updates: int) -> None:
+        needed, free = self.backend.needed(updates), self.backend.free()
+        if needed > free:
+            warnings.warn(
+                f"the check takes {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are "
+                "free: give check=False, or check a smaller model of the same kind",
+                stacklevel=4,
+            )
 
     def _verdict(
         self,
