@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from socket import gethostname
 
@@ -138,8 +138,16 @@ def losses_in(folder):
     return json.loads((folder / "losses.json").read_text())["losses"]
 
 
-def check_equal(whole, folder):
+@cache
+def undivided(name="pipedream_flush"):
+    found = run(*setting(name=name), seed=3)
+    assert found.check.passed
+    return found
+
+
+def check_equal(folder, name="pipedream_flush"):
     """The losses and weights in the folder are those of one run."""
+    whole = undivided(name)
     assert losses_in(folder) == whole.losses
     last = folder / f"step_{len(whole.losses):06}"
     for s, weights in enumerate(whole.weights):
@@ -149,13 +157,12 @@ def check_equal(whole, folder):
 
 @pytest.mark.parametrize("name", ["pipedream_flush", "pipedream", "pipedream_2bw"])
 def test_parts_are_the_whole(name, tmp_path):
-    whole = run(*setting(name=name), seed=3)
     _, *given = setting()
     parts = list(train(make(name, 2, 2), *given, tmp_path / "t", every=4, seed=3))
     assert ends(parts) == [4, 6]
     assert [bool(step.check) for part in parts for step in part] == [True] + 5 * [False]
     assert parts[0][0].check.passed
-    check_equal(whole, tmp_path / "t")
+    check_equal(tmp_path / "t", name)
     left = sorted(p.name for p in (tmp_path / "t").iterdir())
     assert left == ["losses.json", "step_000006"]
     with pytest.raises(ValueError, match="holds a training of 6 batches: nothing is left to do"):
@@ -170,7 +177,7 @@ def test_a_part_that_fails_costs_only_itself(tmp_path):
         list(parts)
     after = list(train(table, stages, batches, loss, optimizer, tmp_path, every=2, seed=3))
     assert ends(after) == [6]
-    check_equal(run(*setting(), seed=3), tmp_path)
+    check_equal(tmp_path)
 
 
 def test_killed_before_its_losses_were_written(tmp_path, monkeypatch):
@@ -189,7 +196,7 @@ def test_killed_before_its_losses_were_written(tmp_path, monkeypatch):
     (tmp_path / ".step_000004.0123abcd.draft").mkdir()
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000004"]
     list(train(*setting(), tmp_path, every=2, seed=3))
-    check_equal(run(*setting(), seed=3), tmp_path)
+    check_equal(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.json", "step_000006"]
 
 
@@ -236,7 +243,7 @@ def test_a_training_removes_only_what_it_wrote(tmp_path):
     own = ("losses.json", "step_000002")
     before = {path: held for path, held in shot(tmp_path).items() if path.parts[0] not in own}
     list(train(*setting(), tmp_path, every=2, seed=3, check=False))
-    check_equal(run(*setting(), seed=3, check=False), tmp_path)
+    check_equal(tmp_path)
     own = ("losses.json", "step_000006")
     after = shot(tmp_path)
     assert {path: held for path, held in after.items() if path.parts[0] not in own} == before
@@ -325,7 +332,7 @@ def test_a_full_disk_costs_one_part(point, tmp_path, monkeypatch):
     assert (tmp_path / "new").exists() == (point >= 5)
     after = list(train(*setting(), folder, every=3, seed=3, check=False))
     assert ends(after) == [3, 6][point >= 6 :]
-    check_equal(run(*setting(), seed=3, check=False), folder)
+    check_equal(folder)
     assert sorted(os.listdir(folder)) == ["losses.json", "step_000006"]
 
 

@@ -12,10 +12,11 @@ from pipelab.editor.puzzle import LEVELS, Draft, Refused, Task, read
 from pipelab.editor.puzzle.data import task_data
 from pipelab.predict.costs import Costs
 from pipelab.table.action import Reads
+from tests.conftest import thorough
 
 pytestmark = pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 RULES = Path(__file__).parents[2] / "pipelab" / "editor" / "rules.js"
-SEQUENCES, LONGEST = 100, 60
+LONGEST = 60
 WORDS = {
     "is placed already": "placed",
     "first, which is not placed yet": "needs",
@@ -106,10 +107,11 @@ def free_text(task, chance):
     return str(Draft.of(task, rows))
 
 
-def test_both_rules_say_the_same():
+@pytest.mark.parametrize("sequences", [30, *thorough(300)])
+def test_both_rules_say_the_same(sequences):
     seed = random.randrange(10**6)
     chance = random.Random(seed)
-    chosen = [chance.randrange(len(TASKS)) for _ in range(SEQUENCES)]
+    chosen = [chance.randrange(len(TASKS)) for _ in range(sequences)]
     played = [sequence(TASKS[t], chance) for t in chosen]
     texts = [(t, free_text(TASKS[t], chance)) for t in chosen]
     asked = {
