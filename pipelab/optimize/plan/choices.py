@@ -1,11 +1,11 @@
 """The question: a model, a machine, a batch; and all its possible answers."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import combinations, pairwise, product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,9 +31,6 @@ MOST = 10**9  # devices, and samples of a batch
 LARGEST = 2_000_000  # actions of a table that is simulated
 BALANCED = ("time", "size")  # what a partition is balanced by
 FEW = 64  # cuts into stages: up to this many, all are tried
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class TrainingChoice(NamedTuple):
@@ -109,11 +106,6 @@ class TrainingChoice(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         return self._asdict() | {"recompute": self.recompute.value, "balance": list(self.balance)}
-
-
-def _kept(method: Method) -> Method:
-    """A method that every choice asks for: the object keeps what it returned."""
-    return cached_property(lambda self: cache(partial(method, self)))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -193,6 +185,9 @@ class Problem:
         for name, value in zip(("optimizer", "zero"), defaults, strict=True):
             if getattr(self, name) is None:
                 set_field(name, value)
+        # Every choice asks these methods: what stands in their place keeps what they returned.
+        for name in ("profile", "totals", "balance", "attention"):
+            set_field(name, cache(getattr(self, name)))
 
     def _check_shared(self) -> None:
         """ValueError for devices that cannot share a layer, a sequence or the experts."""
@@ -226,7 +221,6 @@ class Problem:
         own, n = self.machine, self.devices
         return replace(own, node=min(own.node, n), rack=min(own.rack, n))
 
-    @_kept
     def profile(
         self,
         tensor: int = 1,
@@ -251,7 +245,6 @@ class Problem:
             sequence=self.sequence,
         )
 
-    @_kept
     def attention(self, **layer: Any) -> float:
         """The share of the seconds that grows with a sequence's length squared; arguments are those
         of `profile`."""
@@ -268,7 +261,6 @@ class Problem:
         # `rest` includes a token's own score.
         return (1 - rest / whole) / (1 - 1 / self.model.sequence)
 
-    @_kept
     def totals(self, **shared: Any) -> dict[str, np.ndarray]:
         """Costs of all layers before each cut; and `crossing`, the bytes across it. Arguments are
         those of `profile`."""
@@ -279,7 +271,6 @@ class Problem:
         before = np.tri(self.layers + 1, self.layers, -1, dtype=bool)
         return sums | {"crossing": profile.crossing(before)}
 
-    @_kept
     def balance(self, tensor: int, stages: int, by: str) -> tuple[int, ...]:
         """Layers a stage."""
         return tuple(split_layers(self.profile(tensor), stages, by).balance)
