@@ -66,7 +66,7 @@ def test_batch_losses_of_an_evaluation_are_judged(monkeypatch):
     # Here all of them count the same, whatever their size.
     arguments = make("gpipe", 2, 4), stages(2), batches(1, samples=10), F.mse_loss
     assert evaluate(*arguments).check.passed
-    monkeypatch.setattr("pipelab.runtime.prepare.samples_of", lambda piece, trees: 1)
+    monkeypatch.setattr("pipelab.runtime.prepare.counted", lambda piece, trees, slices: 1)
     found = evaluate(*arguments).check
     assert not found.passed
     assert "the loss of batch 0" in found.worst
