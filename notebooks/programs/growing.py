@@ -20,9 +20,9 @@ HEAD = (
 )
 CAPTION = """\
 One machine: {devices} {kind} devices on {cores} cores. A stage sleeps for its work (a stand-in),
-and `ideal` is the sleep alone. Who says what a device holds and sends: the compiled program,
-with its temporary arrays; or the run (what it held between actions) and our arithmetic (what
-it sent). Rows of other lectures were measured when those ran.
+and `ideal` is the sleep alone. What a device holds and sends: `program` is the compiled program's
+account, temporary arrays included; `run` is what the run held between its actions, and what it
+sends is our arithmetic. Rows of other lectures were measured when those ran.
 """
 
 

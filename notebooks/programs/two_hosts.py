@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pipelab.pipeshard import ManualStages, Pipeshard, parallelize, value_and_grad
@@ -57,7 +56,7 @@ def pipeline(how: str) -> tuple[Callable, Any, Any]:
 
 def data() -> tuple[Callable, Any, Any]:
     step, state = marked_step(jax.value_and_grad)
-    jax.set_mesh(jax.make_mesh((4,), ("four",), axis_types=(AxisType.Explicit,)))
+    jax.set_mesh(jax.make_mesh((4,), ("four",)))
     state, batch = jax.device_put(jax.device_get(state), P()), jax.device_put(BATCH, P("four"))
     program = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
     held = Cost.of(program).peak_bytes / 2**20

@@ -36,8 +36,11 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
-    """Bars of what fills every device at its peak, by cause: a row per memory, device 0 on top."""
+def peaks(items: dict[str, Memory], ax: Axes | None = None, rows: str = "device") -> Axes:
+    """Bars of what fills every device at its peak, by cause: a row per memory, device 0 on top.
+
+    `rows`: what a memory has one of for each, such as "stage"
+    """
     devices = max(m.devices for m in items.values())
     every = 1 + devices // 12  # of many bars, only every second, third, ... is named
     ax = style.axes(ax, 7, 0.8 + 0.15 * len(items) * (devices // every + 2))
@@ -56,7 +59,7 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
                 bars.set_label(cause)
                 named[cause] = bars
             left = [*map(add, left, width)]
-        names = ["" if d % every else f"device {d}" for d in range(m.devices)]
+        names = ["" if d % every else f"{rows} {d}" for d in range(m.devices)]
         ax.bar_label(bars, names, padding=3, fontsize=7, color=style.GREY)
     style.lanes(ax, range(len(items)), [*items])
     ax.set_ylim(len(items) - 0.5, -0.5)

@@ -36,6 +36,9 @@ DERIVATION = f"""import sys
 sys.path.append({str(LECTURES)!r})
 from widgets import derivations
 derivations.bubble()"""
+FIGURE = """%matplotlib inline
+from pipelab import make, plot, simulate
+ax = plot.timeline(simulate(make("gpipe", 2, 2)))"""
 EXPLORER = ".pipelab-explorer:not(.pipelab-editor)"
 READABLE = 4.5  # contrast of small text, after the Web Content Accessibility Guidelines
 
@@ -288,13 +291,19 @@ def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_pa
         assert explorer.evaluate(OUTSIDE) == 0
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Light", *thorough("JupyterLab Dark")])
+FILTERS = {"JupyterLab Light": "none", "JupyterLab Dark": "invert(0.93) hue-rotate(180deg)"}
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Dark", *thorough("JupyterLab Light")])
 def test_a_derivation_goes_on_by_keys_in_any_width(theme, folder, address, new_page, tmp_path):
     set_theme(folder, theme)
-    write_notebook(folder / "derivation.ipynb", [DERIVATION])
+    write_notebook(folder / "derivation.ipynb", [DERIVATION, FIGURE])
     page = new_page()
     open_notebook(page, address, "derivation.ipynb")
-    run_cells(page, 1, ".pipelab-derivation svg path.boxes")
+    run_cells(page, 2, ".pipelab-derivation svg path.boxes")
+    figure = page.locator(".jp-RenderedImage img")
+    expect(figure).to_have_css("filter", FILTERS[theme])
+    page.screenshot(path=tmp_path / "figure.png")
     page.emulate_media(reduced_motion="reduce")
     found = page.locator(".pipelab-derivation")
     slider, sentence = found.get_by_label("step", exact=True), found.locator("[aria-live]")
