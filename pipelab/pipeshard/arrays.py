@@ -91,10 +91,10 @@ def on_mesh(code: Any, mesh: Mesh | AbstractMesh, without: str = "") -> Any:
     Raises PipeshardError if one names axes that the mesh does not have.
     """
     inside = partial(on_mesh, mesh=mesh, without=without)
+    if isinstance(code, Jaxpr):  # first: from jax 0.11 on a closed one is one, too
+        return code.replace(eqns=inside(code.eqns))
     if isinstance(code, ClosedJaxpr):
         return code.replace(jaxpr=inside(code.jaxpr))
-    if isinstance(code, Jaxpr):
-        return code.replace(eqns=inside(code.eqns))
     if type(code) in (list, tuple):  # a tuple has the branches of a cond
         return type(code)(map(inside, code))
     if not isinstance(code, JaxprEqn) or not contains(code, [CONSTRAINT]):

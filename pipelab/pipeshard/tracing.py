@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from pipelab.jax.device import AXES
 from pipelab.jax.jaxpr import (
@@ -33,7 +33,7 @@ from pipelab.pipeshard.arrays import PipeshardError, is_array, is_inexact, on_me
 from pipelab.pipeshard.marker import grad_p
 
 # Where a step is traced: its sharding constraints may name the axes of a stage's mesh.
-ONE_DEVICE = AbstractMesh((1, 1), AXES)
+ONE_DEVICE = AbstractMesh((1, 1), AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 # jax's errors where Python code needs the number in an array: in an `if`, as an index, in numpy.
 ASKS_FOR_VALUES = (
     jax.errors.ConcretizationTypeError,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
+from importlib.metadata import version
 from itertools import combinations, pairwise
 from math import prod
 from pathlib import Path
@@ -703,8 +704,10 @@ def test_what_is_not_compiled_could_not_win(devices, machine, monkeypatch):
     found, compiled = plan(known := {}), len(known)
     assert len(found.profiles) == found.possible
     if machine.latency == 1e-3:  # no other place than one device is looked at, if it has room
-        assert found.logical_mesh_shapes == ([(1, 1)] * 2 if machine.memory > 6e3 else [(2, 1)])
-        assert (compiled == 6) == (machine.memory > 6e3) and compiled < len(known)
+        # Later programs hold less.
+        roomy = machine.memory > 6e3 or not version("jaxlib").startswith("0.10.")
+        assert found.logical_mesh_shapes == ([(1, 1)] * 2 if roomy else [(2, 1)])
+        assert (compiled == 6) == roomy and compiled < len(known)
     monkeypatch.setattr(profiles.Profiles, "_limit", lambda *_: 0.0)
     every = plan(known)
     assert every.seconds == pytest.approx(found.seconds, rel=1e-9)
