@@ -4,6 +4,7 @@
     python -m programs.two_hosts manual 1 localhost:9911      # they meet
 
     manual, automatic    a pipeline, a stage on each host's device (lectures 9 and 10)
+    awake                as manual, but no block sleeps
     data                 one `jit`; the four devices, two of each host, share the samples (11)
 
 Every host runs this program, and computes what its own devices are for.
@@ -30,8 +31,10 @@ from programs.transformer import PAUSE, Transformer, train_step
 STEPS = 10_000
 WORDS = (np.arange(32)[:, None] + 3 * np.arange(9)) % 1024  # each is three after the one before
 BATCH = WORDS[:, :-1], WORDS[:, 1:]
+MANUAL = Pipeshard(8, stages=ManualStages([[0, 1], [2, 3]], [1, 1]), schedule="gpipe")
 METHODS = {
-    "manual": Pipeshard(8, stages=ManualStages([[0, 1], [2, 3]], [1, 1]), schedule="gpipe"),
+    "manual": MANUAL,
+    "awake": MANUAL,
     "automatic": Pipeshard(8, AutoLayers(5, delta=1), AutoStages(HOST), schedule="gpipe"),
 }
 
@@ -43,7 +46,7 @@ def marked_step(gradient: Callable, pause: float = PAUSE) -> tuple[Callable, Any
 
 def pipeline(how: str) -> tuple[Callable, Any, Any]:
     """(state, batch) -> (state, loss, MiB that the device here held), and a state and a batch."""
-    step, state = marked_step(value_and_grad)
+    step, state = marked_step(value_and_grad, 0 if how == "awake" else PAUSE)
     step = parallelize(step, METHODS[how], donate_argnums=0, timeout=60)
     plan = step.compile(state, BATCH)
     print("layers of the stages:", *(stage.layers for stage in plan.stages), flush=True)
