@@ -45,7 +45,8 @@ def parts(gpu: str = "cuda:0", count: int = 4) -> list[str]:
     multiprocessors with these. Raises ValueError for a GPU that this machine does not have, or that
     cannot be divided this way.
     """
-    if not (isinstance(count, int) and count > 0 and re.fullmatch(r"cuda:\d+", gpu)):
+    is_gpu = isinstance(gpu, str) and re.fullmatch(r"cuda:\d+", gpu)
+    if not (is_gpu and type(count) is int and count > 0):
         raise ValueError(
             f"parts({gpu!r}, {count!r}): give a GPU such as 'cuda:0', and a number of parts"
         )

@@ -114,7 +114,7 @@ class Cluster(Threads):
         self.threads.append(thread_of(self._keep_looking))
         return self
 
-    def start(self, jobs: Sequence[Job], *_: Any) -> None:
+    def start(self, jobs: Sequence[Job]) -> None:
         marks = {job.rank: BEFORE for job in jobs}
         self.here = lambda: "; ".join(f"{j.where} at {place(j, marks[j.rank])}" for j in jobs)
         self.patience = max(self.timeout, STARTING)
@@ -182,7 +182,8 @@ class Cluster(Threads):
         # [2] it says when, as soon as all are ready
         self.share(None)
         self._look()
-        return self.from_first(lambda: time.perf_counter() + 0.01) - ahead
+        # Later than process 0 has heard that all know it.
+        return self.from_first(lambda: time.perf_counter() + 0.03) - ahead
 
     def _ask(self, questions: Any) -> float:
         question = next(questions)

@@ -190,7 +190,7 @@ class Stage(Protocol):
     # ---- for replicas and partners
 
     def complete(self, update: int) -> bool:
-        """Whether all backwards of an update are done."""
+        """Whether all backwards of an update are done; False if no other stage waits for that."""
         return False
 
     def news(self) -> Any:

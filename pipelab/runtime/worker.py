@@ -136,12 +136,16 @@ class Worker:
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
     _ended: dict[int, int] = field(default_factory=dict)  # stage -> the latest update told of
     # Of the order, from `begin` on.
-    order: Order = field(init=False)
-    record: Record = field(init=False)
-    _next: Iterator[tuple[int, Action]] = field(init=False)  # its actions that are not done
-    _under_way: deque[list[Any]] = field(init=False)  # ends of the actions of the latest steps
-    _kept: dict[int, Bytes] = field(init=False)  # by stage; `_bytes` is their sum
-    _bytes: Bytes = field(init=False)
+    order: Order = field(init=False, repr=False)
+    record: Record = field(init=False, repr=False)
+    _next: Iterator[tuple[int, Action]] = field(
+        init=False, repr=False
+    )  # its actions that are not done
+    _under_way: deque[list[Any]] = field(
+        init=False, repr=False
+    )  # ends of the actions of the latest steps
+    _kept: dict[int, Bytes] = field(init=False, repr=False)  # by stage; `_bytes` is their sum
+    _bytes: Bytes = field(init=False, repr=False)
 
     def work(self, order: Order) -> Outcome:
         """Execute an order."""

@@ -58,8 +58,8 @@ class VersionedStage(CountingStage):
     splits  whether parts of what a forward keeps go before its last backward: to W or the host
     start   what to continue from
     names   of its weights in the model: see `weight_names.names_in`
-    draws   whether forwards are known to draw random numbers; if not, the first one in training and
-            the first one in evaluation show it. Only stages that draw must take turns
+    draws   whether forwards in training are known to draw random numbers. The first one of a mode
+            that is not known to shows it. Only stages that draw must take turns
     total   the gradient of the next update so far, by weight, of any versions; it stands in the
             `grad` of those of one version, where backwards add to it
 

@@ -102,7 +102,7 @@ def _judge(check: Check, model: Model, compared: Iterator[Compared], differs: Co
         check.compared, replayed = check.compared + 1, one.replayed[0]
         if one.name == differs.name and not model.same(replayed, differs.replayed[0]):
             if _draws(model, replayed, differs.replayed[0]):
-                check.passed, check.ratio, check.worst = False, inf, ""
+                check.passed, check.ratio, check.worst, check.tensors = False, inf, "", {}
                 check.reasons = [differs_from_itself(one.name)]
                 break
             steady = False

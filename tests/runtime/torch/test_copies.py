@@ -59,9 +59,9 @@ def test_a_copy_that_is_not_told_of_a_gradient_fails_the_check(monkeypatch):
 
     collect = Worker._collect_news
 
-    def forget(self, update):
-        found = collect(self, update)
-        if update.stage == 0:
+    def forget(self, s, update):
+        found = collect(self, s, update)
+        if s == 0:
             found[4] = found[4]._replace(tied={})
         return found
 

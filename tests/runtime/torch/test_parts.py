@@ -166,7 +166,16 @@ def test_what_no_part_is(devices, said, machine):
 
 
 @pytest.mark.parametrize(
-    "given", [("cpu", 4), ("cuda", 4), ("cuda:0", -1), ("cuda:0", 0.5), ("cuda:0", "4")]
+    "given",
+    [
+        ("cpu", 4),
+        ("cuda", 4),
+        (0, 4),
+        ("cuda:0", -1),
+        ("cuda:0", 0.5),
+        ("cuda:0", "4"),
+        ("cuda:0", True),
+    ],
 )
 def test_parts_of_what_is_no_gpu(given, machine):
     machine(Driver())
