@@ -28,7 +28,8 @@ pytestmark = [
 
 
 def shows(page, label, value):
-    row = page.locator(".measures tr", has=page.get_by_role("rowheader", name=label, exact=True))
+    heading = page.get_by_role("rowheader", name=label, exact=True)
+    row = page.locator(".pipelab-explorer:not(.pipelab-editor) .measures tr", has=heading)
     expect(row.locator("td").first).to_have_text(value)
 
 
