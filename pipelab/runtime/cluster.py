@@ -114,7 +114,7 @@ class Cluster(Threads):
         self.threads.append(thread_of(self._keep_looking))
         return self
 
-    def start(self, jobs: Sequence[Job]) -> None:
+    def start(self, jobs: Sequence[Job], *_: Any) -> None:
         marks = {job.rank: BEFORE for job in jobs}
         self.here = lambda: "; ".join(f"{j.where} at {place(j, marks[j.rank])}" for j in jobs)
         self.patience = max(self.timeout, STARTING)
