@@ -15,6 +15,11 @@ def row_of_device_1(answer: Any) -> Judged:
     if not isinstance(answer, str):
         yield f'{answer!r} is not a row in text, such as "1F0 1F1".'
     cells = " ".join(cell for cell in answer.split() if "U" not in cell)
+    known = {f"1{kind}{k}" for kind in "FB" for k in range(6)} | {"."}
+    strange = [cell for cell in cells.split() if cell not in known]
+    if strange or not cells:
+        what = f"{strange[0]} is none of these" if strange else "the row is empty"
+        yield f"device 1 does 1F0 to 1F5 and 1B0 to 1B5; {what}."
     rows = [" ".join(map(str, row)) for row in make("pipedream_flush", 4, 6).rows]
     rows = [row.replace(f"{s}U0", "") for s, row in enumerate(rows)]
     grid = UPDATES + "\n".join([rows[0], cells, *rows[2:]])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import combinations
 from math import inf
 from queue import Queue
 from typing import TYPE_CHECKING, Any
@@ -93,13 +94,20 @@ def summed_on_a_ring(answer: Any) -> Judged:
             for k, right in enumerate(vectors.sum(0).chunk(r)):
                 if not is_close(mine[k], right):
                     hint = ""
+                    own = [vector.chunk(r)[k] for vector in vectors]
+                    sums = [sum(some) for n in range(1, r + 1) for some in combinations(own, n)]
                     if is_close(mine[k], vectors[d].chunk(r)[k]):
                         hint = "It is as it was."
-                    elif mine[k].sum() > right.sum():
+                    elif any(is_close(mine[k], right + more) for more in sums):
                         hint = "Something was added twice. A finished sum replaces what is there."
+                    elif any(is_close(mine[k], right - less) for less in sums):
+                        hint = "A device's numbers are missing."
                     yield f"{r} devices: part {k} on device {d} is not the sum. {hint}"
         if max(sent) > 2 * (r - 1) * 12 // r:
-            yield f"right, but a device sends {max(sent)} numbers: one part in a step would do."
+            yield (
+                f"right, but a device sends {max(sent)} numbers, {2 * (r - 1) * 12 // r} are "
+                f"enough: a part in each of {2 * (r - 1)} steps."
+            )
     return ": no device sends twice its vector, however many there are."
 
 

@@ -48,6 +48,7 @@ EXERCISES = {
         8 + 32,
         "What do the gradients of W1 and W2 need, and the backwards of relu and norm?",
         {
+            39: "A tensor is kept whole: all of the ReLU's output.",
             48: "norm(x) follows from x.",
             72: "The ReLU's input is kept for nothing: its output says where it passed.",
             80: "norm(x) follows from x, and the ReLU's output says where it passed.",

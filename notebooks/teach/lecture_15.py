@@ -46,6 +46,7 @@ def reads_streams(answer: Any) -> Judged:
     cases = [("pipedream_flush", 2, 4, 0), ("pipedream_flush", 4, 8, 1), ("gpipe", 3, 5, 2)]
     for case in cases:
         stage, steps = case[-1], [*stream(*case)]
+        room = max(2, min(case[1] - stage, case[2]))
         right, where = row_of(stage, steps), f"for stage {stage} of {case[1]}"
         given = called(answer, stage, steps, where=where)
         if given is None:
@@ -57,7 +58,15 @@ def reads_streams(answer: Any) -> Judged:
         if given == [action for action in right if "U" not in action]:
             yield f"{wrong} OptimizerStep is the update, U0."
         if [*map(_kind, given)] == [*map(_kind, right)]:
-            yield f"{wrong} A buffer is used again and again: it is no micro-batch. Count."
+            numbers, counted = (
+                [int(name[len(_kind(name)) :]) for name in row[:-1]] for row in (given, right)
+            )  # the last is an update, which has no buffer
+            if numbers == [k % room for k in counted]:
+                yield f"{wrong} A buffer is used again and again: it is no micro-batch. Count."
+            yield (
+                f"{wrong} The k-th forward is of micro-batch k, counted from 0; so is the k-th "
+                "backward."
+            )
         yield wrong
 
 
@@ -78,6 +87,9 @@ EXERCISES = {
         "How many samples does one pipeline take a step, and in how many micro-batches?",
         {
             3 / 32: "There are two pipelines, which share the samples, and a micro-batch has two.",
+            7 / 16: "A pipeline has four stages.",
+            4 / 16: "The bubble is p - 1 slots, not p.",
+            7 / 32: "A pipeline has four stages, and a micro-batch two samples.",
             3 / 4: "Eight GPUs are two replicas here, not eight.",
             3 / 64: "A micro-batch has two samples.",
             16: "That is the number of micro-batches. And the bubble?",

@@ -29,8 +29,9 @@ def one_batch() -> Derivation:
         "interleaved, v = 4": table("interleaved", 4, 8, 4),
     }
     says = (
-        "The model is cut into four parts, one for each device. One works, three wait.",
-        "Cut the batch into eight micro-batches, and all devices work at once. They still wait "
+        "The model is cut into four parts, one for each device, and the batch into eight "
+        "micro-batches. These go through one at a time: one device works, three wait.",
+        "Let each micro-batch follow the one before at once, and all devices work. They still wait "
         "while the pipeline fills and drains.",
         "Give each device two smaller parts of the model. It fills and drains in half the time.",
         "Four parts a device: a quarter of the time. Nothing takes less than 24, a device's work.",

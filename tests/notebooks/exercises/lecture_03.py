@@ -34,6 +34,9 @@ ANSWERS = {
             'answer = answer.replace("2B", "1B")',
         ],
         "wrong": {
+            'answer = "0F0 0F1"': "0F0 is none of these",
+            'answer = ""': "the row is empty",
+            'answer = "1F0 1F1 1B0 1F6 1B6"': "1F6 is none of these",
             'answer = "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5"': "deadlock",
             'answer = " ".join(map(str, pl.make("pipedream", 4, 6).rows[1]))': "it has room for 2",
             'answer = "1F0 1F1 1F2 1F3 1B0 1B1 1F4 1B2 1F5 1B3 1B4 1B5"': "holds 4 micro-batches",

@@ -70,6 +70,7 @@ ANSWERS = {
         ],
         "wrong": {
             WHOLE: "right, but a device sends 24 numbers",
+            RING.replace("for step in range(r - 1)", "for step in range(r)"): "are enough",
             RING.replace(
                 "(d - step) % r] = receive()", "(d - step) % r] += receive()"
             ): "added twice",

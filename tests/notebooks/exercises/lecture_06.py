@@ -58,6 +58,7 @@ ANSWERS = {
     "06-4": {
         "right": ["answer = 40.0"],
         "wrong": {
+            "answer = 39": "kept whole",
             "answer = 48": "follows from x",
             "answer = 72": "its output says",
             "answer = 80": "and the ReLU's output",

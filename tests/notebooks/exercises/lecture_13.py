@@ -81,6 +81,11 @@ ANSWERS = {
             UNSOUND: "not sound",
             REASON_1.replace("W[0]", "W[1]"): "not sound",
             REASON_1.replace("sum(I[:s]) + W", "s * I[0] + W"): "not sound",
+            REASON_1.replace("sum(I[:s]) + W", "s * I[s] + W"): "it gives",
+            REASON_1.replace("sum(I[:s]) + W", "sum(I[1 : s + 1]) + W"): "it gives",
+            REASON_1.translate(str.maketrans("FI", "IF")).replace("(I, F, W, m)", "(F, I, W, m)"): (
+                "not sound"
+            ),
             REASON_1.replace("W[0]", "W[s]"): "Which W",
             "answer = lambda F, I, W, m: max(m * sum(stage) for stage in zip(F, I, W))": "reason 1",
             "answer = lambda F, I, W, m: 0": "sound, but",

@@ -25,6 +25,8 @@ ANSWERS = {
         ],
         "wrong": {
             READ.format(kinds=KINDS, number=BUFFER, result="row"): "Count",
+            READ.format(kinds=KINDS, number="seen[kind] + 1", result="row"): "counted from 0",
+            READ.format(kinds=KINDS, number="len(row)", result="row"): "counted from 0",
             READ.format(kinds=PASSES, number="seen[kind]", result="row"): "is the update",
             "answer = lambda stage, steps: pl.make('pipedream_flush', 4, 8).rows[stage]": (
                 "for stage 0 of 2"
@@ -38,6 +40,9 @@ ANSWERS = {
         "right": ["answer = 0.1875", "answer = (4 - 1) / (64 / (8 / 4) / 2)"],
         "wrong": {
             "answer = 3 / 32": "a micro-batch has two",
+            "answer = 7 / 16": "four stages",
+            "answer = 4 / 16": "p - 1 slots",
+            "answer = 7 / 32": "a micro-batch two samples",
             "answer = 3 / 4": "two replicas",
             "answer = 16": "And the bubble",
             "answer = 3 / 19": "over ideal",
