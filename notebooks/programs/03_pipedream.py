@@ -48,7 +48,7 @@ def forward(s, k):
     else:
         x = torch.empty(size, 128)
         dist.recv(x, src=s - 1)
-        x.requires_grad_()  # a leaf: its gradient goes back
+        x.requires_grad_()  # its gradient goes back
     reads[k] = max(versions)  # the newest
     y = versions[reads[k]](x)
     if s == last:

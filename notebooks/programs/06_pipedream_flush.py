@@ -46,7 +46,7 @@ def forward(s, k):
     else:
         x = torch.empty(size, 128)
         dist.recv(x, src=s - 1)
-        x.requires_grad_()  # a leaf: its gradient goes back
+        x.requires_grad_()  # its gradient goes back
     y = stages[s](x)
     if s == last:
         y = cross_entropy(y, ys[k]) / m  # m of them add up to the mean over the batch
