@@ -26,8 +26,16 @@ def check_placement(
 
 
 def placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """The device of each stage in these rows; ScheduleError for a missing stage."""
-    home = {a.stage: d for d, row in enumerate(rows) for a in row}
+    """The device of each stage in these rows; ScheduleError for a missing stage, or one in two."""
+    home: dict[int, int] = {}
+    for d, row in enumerate(rows):
+        for stage in {action.stage for action in row}:
+            if stage in home:
+                raise ScheduleError(
+                    f"stage {stage} has actions in rows {home[stage]} and {d}: put all of them in "
+                    "one row"
+                )
+            home[stage] = d
     if max(home) >= len(home):
         missing = min(set(range(len(home))) - set(home))
         raise ScheduleError(

@@ -54,8 +54,16 @@ def test_the_placement_of_rows_is_where_their_stages_stand():
 
     assert placement_of([row(0, 3), row(1, 2)]) == (0, 1, 1, 0)
     with pytest.raises(ScheduleError, match="stage 1 has no action, though stage 3 has: number"):
-        placement_of([row(0, 3), row(0)])
+        placement_of([row(0, 3), row(2)])
     with pytest.raises(ScheduleError, match="stage 1 has no action, though stage 5 has"):
         placement_of([row(0, 4), row(5)])
     with pytest.raises(ScheduleError, match="stage 0 has no action, though stage 1 has"):
         placement_of([row(1)])
+
+
+def test_a_stage_in_two_rows_is_an_error_that_names_both():
+    """Was: "row 0, cell 0, 0F0: stage 0 is placed on device 2", where row 2 was wrong."""
+    rows = [[Action(s, Kind.F, 0), Action(s, Kind.B, 0)] for s in range(3)]
+    rows[2].append(Action(0, Kind.B, 0))
+    with pytest.raises(ScheduleError, match="stage 0 has actions in rows 0 and 2: put all"):
+        placement_of(rows)

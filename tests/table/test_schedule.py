@@ -76,7 +76,8 @@ def test_torchs_csv_refuses_what_torch_would_train_differently():
         ("# microbatchs=2\n0F0,0B0", "header: unknown microbatchs=; use batches, copies"),
         ("# devices=1\n0F0,0B0\n1F0,1B0", "header: devices=1, but there are more rows"),
         ("# reads=SOMETIMES\n0F0,0B0", "header: reads=SOMETIMES cannot be read"),
-        ("0F0,1F0\n1B0,0B0", "row 0, cell 0, 0F0: stage 0 is placed on device 1"),
+        ("0F0,1F0\n1B0,0B0", "stage 0 has actions in rows 0 and 1: put all of them in one row"),
+        ("# placement=0 0\n0F0,0B0\n1F0,1B0", "row 1, cell 0, 1F0: stage 1 is placed on device 0"),
     ],
 )
 def test_broken_text_is_named_by_row_and_cell(text, message):

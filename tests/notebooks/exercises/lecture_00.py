@@ -19,6 +19,7 @@ ANSWERS = {
         "wrong": {
             'answer = "0F0 1F0 2F0 2B0 1B0 0B0"': "1 devices, 3 stages, 1 micro-batches",
             'answer = "0F0 0B0\\n1B0 1F0\\n2F0 2B0"': "it needs 1F0 first",
+            'answer = "0F0 0B0\\n1F0\\n2F0 2B0 1B0"': "stage 1 has actions in rows 1 and 2",
             'answer = "0F0 0B0\\n1F0 1B0\\n2F0"': "2B0 is missing on device 2",
             'answer = "0F0 0B0\\n1F0 1B0"': "asks for 3 devices, 3 stages, 1 micro-batches",
             'answer = "0F0\\n1F0\\n2F0"': "there is no backward",
