@@ -281,7 +281,8 @@ def table(
         short.append(why)
     if short:
         yield f"{'; '.join(short)}.\n{schedule.grid()}"
-    return f": makespan {span:g}, at most {most} in flight.\n{schedule.grid()}"
+    held = ", ".join(map(str, timeline.peak_in_flight))
+    return f": makespan {span:g}; at most in flight, by device: {held}.\n{schedule.grid()}"
 
 
 def one_moved(grid: str, header: str = "") -> Callable[[Schedule], str]:

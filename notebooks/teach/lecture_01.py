@@ -38,12 +38,12 @@ def work(row: Sequence, stage: Any, inputs: Sequence, queues: Any, last: int) ->
             stage.optimizer.step()
 
 
-class Recorder:
-    """A stage, and its own optimizer, that notes what a worker does with it and what it returns."""
+class Stage:
+    """A stage that notes what a worker does with it and with its optimizer, and what it returns."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.optimizer = number, self
-        self.done: list[str] = []
+        self.number, self.optimizer = number, Optimizer()
+        self.done = self.optimizer.done
         self.returned: list[str] = []
 
     def forward(self, k: int, x: Any) -> str:
@@ -57,6 +57,11 @@ class Recorder:
     def _returns(self, value: str) -> str:
         self.returned.append(value)
         return value
+
+
+class Optimizer:
+    def __init__(self) -> None:
+        self.done: list[str] = []  # also its stage's calls
 
     def step(self) -> None:
         self.done.append("step()")
@@ -87,7 +92,7 @@ class Played:
 
 def played(worker: Any, schedule: Schedule) -> Played:
     """Let a worker carry out every row of a schedule, each in a thread."""
-    stages = [Recorder(s) for s in range(schedule.devices)]
+    stages = [Stage(s) for s in range(schedule.devices)]
     queues = {pair: Shelf() for pair in permutations(range(schedule.devices), 2)}
     inputs = [f"input {k}" for k in range(schedule.microbatches)]
     last = len(stages) - 1
@@ -146,11 +151,17 @@ def gradients_over_a_cut(answer: Any) -> Judged:
     """(stage a, stage b, batches) -> the gradients of both weights for every batch."""
     import torch
 
-    a, b = torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)
+    a, b = torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)  # type: Any, Any
     batches = [(torch.randn(32, 128), torch.randn(32, 128)) for _ in range(3)]
     truth, mixed = _over_a_cut(a, b, batches)
     arrived: list[Any] = []
-    b.register_forward_pre_hook(lambda _, given: arrived.append(given[0]))
+    forward = b.forward
+
+    def receiving(*given: Any, **named: Any) -> Any:
+        arrived.extend([*given, *named.values()])
+        return forward(*given, **named)
+
+    b.forward = receiving  # what the answer calls, as b(...) or by its name
     try:
         found = [tuple(pair) for pair in answer(a, b, batches)]
     except Exception as error:
@@ -165,6 +176,8 @@ def gradients_over_a_cut(answer: Any) -> Judged:
         yield "stage b gets a's output with its graph, which another device does not have: cut it."
     if [len(pair) for pair in found] != [2, 2, 2]:
         yield "give a pair of gradients, of a's and of b's weight, for every batch."
+    if len(arrived) < len(batches):
+        yield f"b is called {len(arrived)} times for {len(batches)} batches: pass it what arrived."
 
     def same(one: Any, other: Any) -> bool:
         alike = torch.is_tensor(one) and one.shape == other.shape

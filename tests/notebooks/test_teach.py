@@ -49,6 +49,13 @@ def test_a_wrong_schedule_is_shown():
     assert ">0B0<" in repr(stuck)
 
 
+def test_a_right_table_is_shown_with_what_each_device_holds():
+    """Was: "at most 4 in flight", of device 0, where device 1 had been asked to hold 2."""
+    row = "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1B4 1B5"
+    said = repr(teach.check("03-2", row))
+    assert said.startswith("Right: makespan 39; at most in flight, by device: 4, 2, 2, 1.\n0F0 ")
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -13,6 +13,7 @@ def answer(a, b, batches):
         a.zero_grad(), b.zero_grad()
     return found
 """
+CUT = STEPS.replace("RECEIVE", "arrived = h.detach().requires_grad_()")
 
 WORKER = """
 def answer(row, stage, inputs, queues, last):
@@ -69,6 +70,8 @@ ANSWERS = {
             WORKER.replace(
                 "stage.optimizer.step()", "pass"
             ): "it must be forward(0, input 0), back",
+            WORKER.replace("optimizer.step()", "step()"): "'Stage' object has no attribute 'step'",
+            WORKER.replace("y = stage", "y = stage.optimizer"): "no attribute 'forward'",
             WORKER.replace("if s > 0:", "if True:"): "it raises KeyError",
             WORKER.replace(
                 "queues[s, s + 1].put(y)", "queues[s, s + 1].put(y); queues[s + 1, s].put(y)"
@@ -111,10 +114,12 @@ ANSWERS = {
     },
     "01-4": {
         "right": [
-            STEPS.replace("RECEIVE", "arrived = h.detach().requires_grad_()"),
+            CUT,
             STEPS.replace("RECEIVE", "arrived.data.copy_(h)").replace(
                 "b.zero_grad()", "b.zero_grad(), arrived.grad.zero_()"
             ),
+            CUT.replace("b(arrived)", "b.forward(arrived)"),
+            CUT.replace("b(arrived)", "b(input=arrived)"),
         ],
         "wrong": {
             "answer = two_batches": "batch 1: the gradient of a is wrong. What came back",
@@ -130,6 +135,9 @@ ANSWERS = {
             ): "batch 1: the gradient of b is wrong. It is the sum",
             "answer = lambda a, b, batches: []": "a pair of gradients",
             UNCUT: "with its graph",
+            UNCUT.replace("b(a(x))", "torch.nn.functional.linear(a(x), b.weight, b.bias)"): (
+                "b is called 0 times for 3 batches"
+            ),
         },
     },
     "01-5": {
