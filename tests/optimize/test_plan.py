@@ -174,6 +174,22 @@ def test_the_best_plan_is_no_slower_than_any_even_cut(problem, tightness):
     assert search.smallest().memory <= needs[0]
 
 
+def test_of_too_many_cuts_to_try_one_is_searched_for_that_fits():
+    """Was: with no such cut all tests passed. The first layers are fast, the last need less."""
+    layers = [Layer("x", 1 + i / 10, 1, 1, activations=9 - i / 10, output=1) for i in range(70)]
+    machine = Machine("any", flops=1.0, memory=math.inf, bandwidth=50, inside=50, node=1)
+    problem = Problem(Profile(tuple(layers)), machine, devices=2, batch=4, schedules=FLUSH)
+    listed = [x for x in choices_of(problem) if x.pipeline * x.virtual == 2]
+    search, every = Enumeration(problem), [*every_cut(problem, listed)]
+    few, every = ([estimate(problem, choice) for choice in of] for of in (listed, every))
+    needs = sorted(x.memory for x in every)
+    for limit in needs[len(needs) // 10], needs[len(needs) // 5]:
+        found = search.best(limit, lambda choice: choice.pipeline * choice.virtual == 2)
+        assert found.memory <= limit
+        assert found.step == pytest.approx(min(x.step for x in every if x.memory <= limit))
+        assert found.step < 0.95 * min(x.step for x in few if x.memory <= limit)
+
+
 def test_equally_fast_up_to_rounding():
     """Of two ways that add up the same seconds in another order, the one with less memory."""
     slow = Machine("slow", 1, math.inf, math.inf, latency=0, overhead=0.1)
