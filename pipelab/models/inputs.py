@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipelab.models.placeholder import SHOW, Differs
+from pipelab.models.placeholder import SHOW, Differs, leaves_of, mapped
 
 INPUT = "input "  # begins the names of what the model itself is given
 PLAIN = int, float, str, torch.dtype, torch.device  # what stays as it is in the sample
@@ -56,7 +56,7 @@ class Inputs:
                     f"this batch has {_told(name, form)}, but the sample of layers_of had "
                     f"{_told(name, self.forms[name])}: only tensors may change from batch to batch"
                 )
-            leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+            leaves = [leaf for leaf in leaves_of(x) if isinstance(leaf, Tensor)]
             found |= dict(zip(self._places(name), leaves, strict=True))
         return {INPUT + at: leaf for at, leaf in found.items()}
 
@@ -68,7 +68,7 @@ class Inputs:
             if all(at in values for at in places):
                 tensors = iter([values[at] for at in places])
                 leaves = [next(tensors) if leaf is Tensor else leaf for leaf in fixed]
-                found[name] = pytree.tree_map(leaves.__getitem__, form)
+                found[name] = mapped(int, leaves.__getitem__, form)
         return found
 
     def _places(self, name: str) -> list[str]:
@@ -79,9 +79,9 @@ class Inputs:
 
 
 def _form(x: Any) -> tuple[Any, list[Any]]:
-    leaves, spec = pytree.tree_flatten(x)
+    leaves, spec = ([x], None) if isinstance(x, Tensor) else pytree.tree_flatten(x)
     plain = [leaf if leaf is None or isinstance(leaf, PLAIN) else type(leaf) for leaf in leaves]
-    return pytree.tree_unflatten(range(len(leaves)), spec), [
+    return pytree.tree_unflatten(range(len(leaves)), spec) if spec else 0, [
         Tensor if isinstance(leaf, Tensor) else of for leaf, of in zip(leaves, plain, strict=True)
     ]
 

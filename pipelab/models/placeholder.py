@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 # A list of blocks, a block in it, and a leaf of its result, or of that of a module in it, by path.
 Place = tuple[int, int, int | tuple[str, int]]
+PLAIN_TREES = tuple, list, dict
 SHOW = "give layers_of a sample with all the inputs that batches have"
 
 
@@ -91,7 +93,9 @@ def _in_place(name: str) -> bool:
 
 def leaves_of(tree: Any) -> list[Any]:
     """As pytree's, which would take most of the time of a forward with stubs."""
-    if type(tree) not in (tuple, list, dict):
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) not in PLAIN_TREES:
         return pytree.tree_leaves(tree)
     found = []
     for part in tree.values() if type(tree) is dict else tree:
@@ -100,6 +104,19 @@ def leaves_of(tree: Any) -> list[Any]:
         else:
             found += leaves_of(part)
     return found
+
+
+def mapped(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """As pytree's tree_map_only, in a fraction of its time."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if tree is None or isinstance(tree, (Tensor, int, float, str)):
+        return tree
+    if type(tree) is dict:
+        return {name: mapped(kind, function, part) for name, part in tree.items()}
+    if type(tree) in PLAIN_TREES:
+        return type(tree)([mapped(kind, function, part) for part in tree])
+    return pytree.tree_map_only(kind, function, tree)
 
 
 # Methods and functions that give a number, an answer or an array.

@@ -24,6 +24,7 @@ from pipelab.models.placeholder import (
     Tape,
     known,
     leaves_of,
+    mapped,
     placeholder,
     random_state,
 )
@@ -76,14 +77,14 @@ class Block(nn.Module):
         pairs = zip(self.reads, self.constants[self.training], strict=True)
         # A name may be missing: without padding there is no mask.
         leaves = [values.get(name) if name else constant for name, constant in pairs]
-        args, kwargs = _filled(self.form, leaves)
+        args, kwargs = mapped(int, leaves.__getitem__, self.form)
         found: dict[str, Any] = {}
         hooks = [
             self.block.get_submodule(path).register_forward_hook(partial(_keep, found, path))
             for path in {path for path, _ in self.captured}
         ]
         try:
-            result = pytree.tree_leaves(self.block(*args, **kwargs))
+            result = leaves_of(self.block(*args, **kwargs))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -211,7 +212,7 @@ class Hollow(nn.Module):
                 f"the model needs its {self.path} for this batch, but not for the sample: {SHOW}"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+            args, kwargs = mapped(Tensor, lambda x: x.to("meta"), (args, kwargs))
         like = self.tape.like
         if like is not None and like.is_floating_point():
             self._of[0].to(like.dtype)  # of the weights that it stands for, which may be widened
@@ -220,7 +221,7 @@ class Hollow(nn.Module):
                 found = self._of[0](*args, **kwargs)
         except Exception as error:
             raise Needed(self.tape.until, self.origin) from error
-        return pytree.tree_map_only(Tensor, partial(placeholder, self.tape, self.origin), found)
+        return mapped(Tensor, partial(placeholder, self.tape, self.origin), found)
 
 
 class Stub(Hollow):
@@ -296,7 +297,7 @@ class Stub(Hollow):
                 found.append(placeholder(tape, (of_list, block, i), shaped[i]))
         if of_list == tape.until:
             tape.returned.append([(x, _version(x)) for x in found])
-        return _filled(self.form, found)
+        return mapped(int, found.__getitem__, self.form)
 
     def __getitem__(self, at: Any) -> Any:
         return self._of[0][at]  # type: ignore[index]
@@ -358,7 +359,3 @@ def constants_of(call: Call) -> list[Any]:
 def _version(leaf: Any) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
-
-
-def _filled(form: Any, leaves: Sequence[Any]) -> Any:
-    return leaves[form] if form == 0 else pytree.tree_map(leaves.__getitem__, form)
