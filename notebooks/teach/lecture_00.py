@@ -41,5 +41,16 @@ EXERCISES = {
 GUESSES = {
     "00-a": Guess(
         twice_as_many, "The work doubles. The pipeline fills and drains only once, as before."
-    )
+    ),
+    "00-b": Guess(
+        lambda: (
+            simulate(make("gpipe", 4, 8)).makespan / simulate(make("inter_layer", 4, 8)).makespan
+        ),
+        "How long do eight micro-batches take with each, in the simulator?",
+        tolerance=0.05,
+        slips={
+            96 / 33: "That is how many times as fast; as long is the inverse.",
+            1 / 4: "So it is if no device ever waits. But the pipeline fills and drains.",
+        },
+    ),
 }

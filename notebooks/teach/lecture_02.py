@@ -171,5 +171,15 @@ GUESSES = {
     "02-a": Guess(
         lambda: simulate(make("inter_layer", 2, 8)).makespan,
         "Can rank 1 work on one micro-batch while rank 0 works on another?",
-    )
+    ),
+    # MiB: one micro-batch of the two that take 3.52, and the tokens of eight, 4 x 32 each.
+    "02-b": Guess(
+        lambda: round(3.52 / 2 + 8 * 4 * 32 * 8 / 2**20, 2),
+        "Of how many micro-batches does it hold everything, and what of the others?",
+        tolerance=0.01,
+        slips={
+            4 * 3.52: "So it is without recomputation.",
+            3.52: "That is two micro-batches. How many are recomputed at a time?",
+        },
+    ),
 }

@@ -120,5 +120,17 @@ GUESSES = {
     "03-a": Guess(
         lambda: simulate(make("pipedream", 4, 12)).makespan,
         "Twelve times forward and backward on the last device: what comes before, what after?",
-    )
+    ),
+    "03-b": Guess(
+        lambda: (
+            simulate(make("pipedream", 4, 4, batches=2)).makespan
+            / simulate(make("gpipe", 4, 4, batches=2)).makespan
+        ),
+        "How often does each fill and drain while it runs two mini-batches of four micro-batches?",
+        tolerance=0.05,
+        slips={
+            42 / 33: "That is GPipe beside stashing; as long is the inverse.",
+            24 / 42: "So it is if stashing had no bubble. It fills and drains once.",
+        },
+    ),
 }

@@ -107,11 +107,27 @@ def repr_of_type(value):
 
 
 @pytest.mark.parametrize(
-    ("value", "why"), [(5 / 6, "in per cent"), (16.67, "busy"), (50, "How many")]
+    ("name", "value", "why"),
+    [
+        ("00-b", 2.91, "as fast"),
+        ("00-b", 0.25, "fills and drains"),
+        ("01-a", 5 / 6, "in per cent"),
+        ("01-a", 16.67, "busy"),
+        ("01-a", 50, "How many"),
+        ("02-b", 14.08, "without recomputation"),
+        ("02-b", 3.52, "at a time"),
+        ("03-b", 1.27, "inverse"),
+        ("03-b", 0.57, "fills and drains once"),
+    ],
 )
-def test_a_guess_has_a_remark_that_fits_it(value, why):
-    said = teach.guess("01-a", value)
+def test_a_guess_has_a_remark_that_fits_it(name, value, why):
+    said = teach.guess(name, value)
     assert said.passed is False and why in repr(said)
+
+
+@pytest.mark.parametrize(("name", "value"), [("00-b", 33 / 96), ("02-b", 1.77), ("03-b", 33 / 42)])
+def test_a_guess_of_what_the_lecture_will_measure(name, value):
+    assert teach.guess(name, value).passed
 
 
 def test_a_slow_second_run_is_told_from_noise():
