@@ -64,6 +64,12 @@ gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready$(if $(filter cuda,$
 site: .venv/.ready  ## the course as web pages, in build/site: open build/site/index.html
 	$(BIN)/sphinx-build --fresh-env --write-all -W -q -c docs -d build/doctrees . build/site
 
+handout: .venv/.ready  ## the lectures without outputs and solutions, for a class, in build/handout
+	rm -rf build/handout && mkdir -p build/handout && cp -R notebooks images build/handout
+	$(BIN)/jupyter nbconvert --log-level=ERROR --clear-output --inplace build/handout/notebooks/*.ipynb
+	sed -i.bak '/<summary>Solution/,/<\/details>/s/".*"/""/' build/handout/notebooks/*.ipynb
+	rm build/handout/notebooks/*.bak
+
 images: .venv/.ready  ## draw the pictures in images/ again
 	$(BIN)/python images/draw.py
 
@@ -81,4 +87,4 @@ clean:  ## remove the environment and caches
 	$(BIN)/pip install --quiet --editable '.[gpu]'
 	@touch $@
 
-.PHONY: help lab test test-all check fuzz mutants notebooks bench gpu site images clean
+.PHONY: help lab test test-all check fuzz mutants notebooks bench gpu site handout images clean

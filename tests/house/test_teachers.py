@@ -1,0 +1,69 @@
+"""What docs/teachers.md says of the lectures, and what a class is handed."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+
+from pipelab.editor.puzzle import LEVELS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "teachers.md").read_text()
+LECTURES = {path.name: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+ROWS = [line for line in PAGE.splitlines() if line.startswith("|") and ".ipynb" in line]
+
+
+def markdown(path):
+    cells = nbformat.read(path, as_version=4).cells
+    return "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+def named(row):
+    """The texts of the lectures that a row of a table links."""
+    return [markdown(LECTURES[name]) for name in re.findall(r"notebooks/(\w+\.ipynb)", row)]
+
+
+def test_minutes_are_those_of_the_lectures_heads():
+    told = [(row, re.match(r"\| \d+ (?:of|\|) (\d+) \|", row)) for row in ROWS]
+    assert sum(found is not None for _, found in told) == 5 + 15  # a day's, and a term's
+    for row, minutes in told:
+        heads = (re.search(r"^\*(\d+) minutes", text, re.M) for text in named(row))
+        assert not minutes or int(minutes[1]) == sum(int(head[1]) for head in heads if head), row
+
+
+def test_plans_fill_their_time():
+    two_hours = PAGE.split("## Two hours")[1].split("## A day")[0]
+    assert sum(map(int, re.findall(r"^\| (\d+) \|", two_hours, re.M))) == 120
+    day = PAGE.split("## A day")[1].split("## A term")[0]
+    assert sum(map(int, re.findall(r"^\| (\d+) ", day, re.M))) == 360
+
+
+def test_sections_that_are_shown_or_left_out_are_in_their_lecture():
+    found = 0
+    for row in ROWS:
+        titles = re.findall(r"\*([A-Z][^*]+)\*", row)
+        heads = re.findall(r"^##+ (.*)", "\n".join(named(row)), re.M)
+        assert set(titles) <= set(heads), (titles, heads)
+        found += len(titles)
+    assert found > 12
+
+
+def test_every_level_but_those_of_no_lecture_is_used_and_is_there():
+    linked = set(re.findall(r"index\.html#(\w+)", PAGE))
+    assert linked == set(LEVELS)
+
+
+def test_a_handout_has_the_tasks_but_no_outputs_and_solutions():
+    """Blanks the lines of a solution, so that what follows it in its cell stays."""
+    command = ["make", "-o", ".venv/.ready", "handout", f"BIN={Path(sys.executable).parent}"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    for name, path in LECTURES.items():
+        handed = ROOT / "build" / "handout" / "notebooks" / name
+        cells = json.loads(handed.read_text())["cells"]
+        assert not any(cell.get("outputs") for cell in cells)
+        text, whole = markdown(handed), markdown(path)
+        kept = re.sub(r"<details><summary>Solution.*?</details>", "", whole, flags=re.S)
+        assert text.split() == kept.split()
