@@ -41,7 +41,7 @@ def check(name: str, answer: Any) -> Feedback:
     name    lecture and exercise, such as "02-1"
     answer  a number, a function, a table, ... as the exercise asks; None: not attempted
 
-    >>> check("04-1", 9)
+    >>> check("04-2", 9)
     Right.
     """
     if answer is None:

@@ -157,8 +157,9 @@ def round_numbers(name: str, counts: Sequence[int]) -> float:
 
 
 EXERCISES = {
+    "04-1": Exercise(summed_on_a_ring, reference=all_reduce),
     # Three stages of 6 ms: the time x of the fourth with 1 - (18 + x) / 4x = 1/4.
-    "04-1": predict(
+    "04-2": predict(
         9,
         "Idle share: 1 - (sum of all stages) / (stages x the slowest).",
         {
@@ -167,9 +168,9 @@ EXERCISES = {
             24: "There 42/96 work, so more than half is idle. Count the fourth device's work, too.",
         },
     ),
-    "04-2": Exercise(plan_that_fits),
+    "04-3": Exercise(plan_that_fits),
     # Devices -> the pace, if all but one share the layer of 12 ms, and one has that of 2 ms.
-    "04-3": write(
+    "04-4": write(
         lambda n: max(12 / (n - 1), 2),
         [(n,) for n in (2, 3, 5, 6, 7, 8, 20)],
         lambda n: {
@@ -180,7 +181,7 @@ EXERCISES = {
         },
     ),
     # By what the suspect is balanced.
-    "04-4": Exercise(
+    "04-5": Exercise(
         choice,
         "parameters",
         {
@@ -189,8 +190,7 @@ EXERCISES = {
             "time": "By time no device would be idle so long.",
         },
     ),
-    "04-5": Exercise(counterexample),
-    "04-6": Exercise(summed_on_a_ring, reference=all_reduce),
+    "04-6": Exercise(counterexample),
 }
 GUESSES = {
     "04-a": Guess(

@@ -22,7 +22,7 @@ def answer(d, parts, send, receive):
 """
 
 ANSWERS = {
-    "04-1": {
+    "04-2": {
         "right": ["answer = 9.0", "answer = np.float64(18) / 2"],
         "wrong": {
             "answer = 6": "Idle share: 1 - ",
@@ -32,7 +32,7 @@ ANSWERS = {
             "answer = 'more than 6'": "is not a number",
         },
     },
-    "04-2": {
+    "04-3": {
         "right": ["answer = (1, 3, 3)", "answer = np.array([1, 2, 4])"],
         "wrong": {
             "answer = [2, 2, 3]": "stage 0 keeps 3 micro-batches, 24 bytes of 12",
@@ -41,7 +41,7 @@ ANSWERS = {
             "answer = 11": "is not a list of whole numbers",
         },
     },
-    "04-3": {
+    "04-4": {
         "right": [
             "answer = lambda n: 2 if n > 6 else 12 / (n - 1)",
             "def answer(n):\n    return np.maximum(2, 12 / (n - 1))",
@@ -54,7 +54,7 @@ ANSWERS = {
             "answer = 2": "is not a function",
         },
     },
-    "04-4": {
+    "04-5": {
         "right": ["answer = 'parameters'", "answer = 'Parameters '"],
         "wrong": {
             "answer = 'uniform'": "four layers a stage",
@@ -63,7 +63,7 @@ ANSWERS = {
             "answer = 4": "is not a word in quotes",
         },
     },
-    "04-6": {
+    "04-1": {
         "right": [
             RING,
             RING.replace("(d - step", "(d + 2 - step").replace("(d + 1 -", "(d + 3 -"),
@@ -84,7 +84,7 @@ ANSWERS = {
             "answer = 16": "is not a function",
         },
     },
-    "04-5": {
+    "04-6": {
         "right": ["answer = (3, 3, 3, 3, 3)", "answer = [2, 2, 2, 2, 2, 0.1]"],
         "wrong": {
             "answer = [5, 1, 4, 2, 2, 6]": "times as long as the best split",
