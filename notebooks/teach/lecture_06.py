@@ -19,9 +19,15 @@ def without_a_cycle(answer: Any) -> Judged:
             yield f"for ({p}, {m}) the devices hold {made.peak_in_flight}; they must hold {asked}."
 
 
+def beside_gpipe() -> float:
+    """How many times as long as GPipe 1F1B takes, in the simulator."""
+    flush, gpipe = (simulate(make(name, 4, 8)).makespan for name in ("pipedream_flush", "gpipe"))
+    return flush / gpipe
+
+
 EXERCISES = {
     # Three devices, five micro-batches: GPipe's time with three in flight.
-    "06-1": build(devices=3, microbatches=5, makespan=21, in_flight=3),
+    "06-1": build(devices=3, microbatches=5, makespan=21, in_flight=3, by_hand=True),
     # (stage, p, m, bytes of a micro-batch in all stages) -> bytes held under 1F1B with a flush.
     "06-2": write(
         lambda s, p, m, a: min(m, p - s) * a / p,
@@ -67,5 +73,11 @@ GUESSES = {
         lambda: make("pipedream_flush", 4, 8).peak_in_flight[3] / 8,
         "How many of the eight micro-batches are in flight there?",
         slips={4 / 8: "That is device 0."},
+    ),
+    "06-c": Guess(
+        beside_gpipe,
+        "Each fills and drains once: does the order in between change that?",
+        tolerance=0.02,
+        slips={1 / 2: "That is the memory. Is less time idle, too?"},
     ),
 }

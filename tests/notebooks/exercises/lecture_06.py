@@ -15,15 +15,15 @@ def answer(p, m):
 ANSWERS = {
     "06-1": {
         "right": [
-            'answer = pl.make("pipedream_flush", 3, 5)',
             'answer = """\n0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4\n'
             "1F0 1F1 1F2 1B0 1B1 1F3 1B2 1F4 1B3 1B4\n"
             '2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4\n"""',
         ],
         "wrong": {
-            "answer = pl.make('gpipe', 3, 5)": "5 micro-batches in flight, must be at most 3",
-            "answer = pl.make('inter_layer', 3, 5)": "must be at most 21",
-            "answer = pl.make('pipedream_flush', 3, 3)": "asks for 3 devices",
+            "answer = pl.make('pipedream_flush', 3, 5)": "write the rows yourself",
+            "answer = pl.make('gpipe', 3, 5).grid()": "5 micro-batches in flight, must be at most 3",
+            "answer = pl.make('inter_layer', 3, 5).grid()": "must be at most 21",
+            "answer = pl.make('pipedream_flush', 3, 3).grid()": "asks for 3 devices",
             "answer = '0F0 0F1'": "Not yet",
             "answer = 3": "Not yet",
         },
