@@ -1,6 +1,8 @@
 """Lecture 7: interleaved stages."""
 
-from pipelab import Costs, make, simulate
+from functools import partial
+
+from pipelab import Costs, Schedule, make, simulate
 from teach.feedback import Guess, build, one_moved, predict, write
 
 DEADLOCK = """
@@ -19,6 +21,17 @@ def beside_1f1b(p: int, m: int) -> float:
     ours, theirs = (simulate(t, Costs().over(t.placement)).makespan for t in tables)
     return ours / theirs
 
+
+def elsewhere(schedule: Schedule) -> str:
+    """Which stage of a table is not where chunks in turn have it; "" if none is."""
+    for stage, device in enumerate(schedule.placement):
+        if device != stage % schedule.devices:
+            return f"stage {stage} is on device {device}, must be on {stage % schedule.devices}"
+    return ""
+
+
+# Two chunks a device, half of its layers each.
+chunks = partial(build, costs=Costs().split(2), missing=elsewhere)
 
 EXERCISES = {
     # Four devices, four micro-batches, four chunks, F = B: saved bubble over added messages.
@@ -45,12 +58,12 @@ EXERCISES = {
             "That is device 0. Later ones run less far ahead.": p * v + p - 1,
         },
     ),
-    # Five micro-batches through four chunks in 33, where rounds of three and two hold six.
-    "07-3": build(devices=2, stages=4, microbatches=5, makespan=33, in_flight=5),
+    # Five micro-batches through four chunks in 16.5, where rounds of three and two hold six.
+    "07-3": chunks(devices=2, stages=4, microbatches=5, makespan=16.5, in_flight=5),
     # A valid table that is DEADLOCK but for one action's place in its row.
     "07-4": build(devices=2, stages=4, microbatches=3, missing=one_moved(DEADLOCK)),
-    # Nine micro-batches through eight chunks in 63, twelve in flight.
-    "07-5": build(devices=4, stages=8, microbatches=9, makespan=63, in_flight=12),
+    # Nine micro-batches through eight chunks in 31.5, twelve in flight.
+    "07-5": chunks(devices=4, stages=8, microbatches=9, makespan=31.5, in_flight=12),
 }
 GUESSES = {
     "07-a": Guess(

@@ -42,11 +42,12 @@ ANSWERS = {
     "07-3": {
         "right": [f"answer = Schedule.from_grid('''{FIVE}''')", f"answer = '''{FOUR_HELD}'''"],
         "wrong": {
-            'answer = pl.make("interleaved", 2, 5, virtual=2)': "makespan 35, must be at most 33",
+            'answer = pl.make("interleaved", 2, 5, virtual=2)': "makespan 17.5, must be at most 16.5",
             "answer = interleaved(2, [3, 2])": "6 micro-batches in flight, must be at most 5",
             "answer = interleaved(2, [5])": "in flight, must be at most 5",
             "answer = DEADLOCK": "deadlock",
             'answer = pl.make("gpipe", 2, 5)': "asks for 2 devices, 4 stages",
+            'answer = pl.make("chimera", 2, 5)': "stage 2 is on device 1, must be on 0",
         },
     },
     "07-4": {
@@ -63,11 +64,12 @@ ANSWERS = {
     "07-5": {
         "right": ["answer = interleaved(4, (4, 5))", "answer = interleaved(4, [5, 4])"],
         "wrong": {
-            "answer = interleaved(4, [4, 4, 1])": "must be at most 63",
+            "answer = interleaved(4, [4, 4, 1])": "must be at most 31.5",
             "answer = interleaved(4, [9])": "in flight, must be at most 12",
             "answer = interleaved(4, [6, 3])": "must be at most 12",
-            "answer = interleaved(4, [3, 3, 3])": "makespan 84",
+            "answer = interleaved(4, [3, 3, 3])": "makespan 42",
             "answer = interleaved(4, [4, 4])": "8 micro-batches",
+            'answer = pl.make("dualpipe_v", 4, 9)': "stage 4 is on device 3, must be on 0",
             "answer = 63": "Not yet",
         },
     },
