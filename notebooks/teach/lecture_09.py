@@ -139,4 +139,12 @@ EXERCISES = {
     "09-4": Exercise(least_memory),
     "09-5": Exercise(equal_gradients),
 }
-GUESSES = {"09-a": Guess(memory_ratio, "How many micro-batches are in flight on it, with either?")}
+GUESSES = {
+    "09-a": Guess(memory_ratio, "How many micro-batches are in flight on it, with either?"),
+    "09-b": Guess(
+        lambda: 674 / 511,  # in the stored run
+        "So it was in our run, on CPUs. Look at the picture: which devices work at the same time?",
+        tolerance=0.1,
+        slips={165 / 480: "So we expected, too. On CPUs our run took longer than one device. Why?"},
+    ),
+}
