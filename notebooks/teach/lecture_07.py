@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from pipelab import Costs, Schedule, make, simulate
+from pipelab import Costs, Kind, Schedule, make, simulate
 from teach.feedback import Guess, build, one_moved, predict, write
 
 DEADLOCK = """
@@ -22,8 +22,10 @@ def beside_1f1b(p: int, m: int) -> float:
     return ours / theirs
 
 
-def elsewhere(schedule: Schedule) -> str:
-    """Which stage of a table is not where chunks in turn have it; "" if none is."""
+def another_kind(schedule: Schedule) -> str:
+    """What of a table is not chunks in turn, with backwards in one piece; "" if it is that."""
+    if any(action.kind is Kind.W for row in schedule.rows for action in row):
+        return "a backward is one action here (lecture 12 divides it)"
     for stage, device in enumerate(schedule.placement):
         if device != stage % schedule.devices:
             return f"stage {stage} is on device {device}, must be on {stage % schedule.devices}"
@@ -31,7 +33,7 @@ def elsewhere(schedule: Schedule) -> str:
 
 
 # Two chunks a device, half of its layers each.
-chunks = partial(build, costs=Costs().split(2), missing=elsewhere)
+chunks = partial(build, costs=Costs().split(2), missing=another_kind)
 
 EXERCISES = {
     # Four devices, four micro-batches, four chunks, F = B: saved bubble over added messages.

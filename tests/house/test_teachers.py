@@ -8,6 +8,8 @@ from pathlib import Path
 
 import nbformat
 
+import teach
+from pipelab import make
 from pipelab.editor.puzzle import LEVELS
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +53,17 @@ def test_sections_that_are_shown_or_left_out_are_in_their_lecture():
     assert found > 12
 
 
-def test_every_level_but_those_of_no_lecture_is_used_and_is_there():
+def test_every_level_is_used_and_is_there():
     linked = set(re.findall(r"index\.html#(\w+)", PAGE))
     assert linked == set(LEVELS)
+
+
+def test_what_passes_without_work_is_what_the_page_says():
+    (row,) = re.findall(r"^\| one line, .*", PAGE, re.M)
+    tables = {"00-2": ("gpipe", 3, 1), "00-3": ("gpipe", 2, 2), "01-3": ("gpipe", 3, 2)}
+    tables |= {"02-4": ("pipedream_flush", 3, 4), "06-1": ("pipedream_flush", 3, 5)}
+    easy = [name for name, table in tables.items() if teach.check(name, make(*table)).passed]
+    assert re.findall(r"\d\d-\d", row) == easy
 
 
 def test_a_handout_has_the_tasks_but_no_outputs_and_solutions():
