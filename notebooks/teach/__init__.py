@@ -1,17 +1,18 @@
 """Guesses and exercises of the lectures: what is right is known here, not in the notebooks.
 
-Also what a lecture goes on with (`yours`), what it runs on (`machine`, `jax_devices`), whether two
-runs differ (`in_turns`, `told_apart`), and the program that grows (`difference`, `torchrun`).
+Also what a lecture goes on with (`yours`), what it runs on (`machine`, `jax_devices`, `one_core`),
+whether two runs differ (`in_turns`, `told_apart`), and the program that grows (`difference`,
+`torchrun`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from math import exp, inf, log
 from statistics import fmean, stdev
 from typing import Any
 
 from teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, not_yet
-from teach.machines import jax_devices, machine
+from teach.machines import jax_devices, machine, one_core
 from teach.programs import difference, torchrun
 
 __all__ = [
@@ -26,11 +27,13 @@ __all__ = [
     "interval",
     "jax_devices",
     "machine",
+    "one_core",
     "told_apart",
     "torchrun",
     "yours",
 ]
 
+SAME = "not distinguishable from the same run twice"
 # Student's t for 95 %: of 2, 3, ... values; beyond the last it hardly changes.
 STUDENT = 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13
 
@@ -87,37 +90,32 @@ def in_turns(
     trials = [
         [min(run() for _ in range(tries)) for run in (first, second, first)] for _ in range(turns)
     ]
-    ratios = [b / a for a, b, _ in trials]
-    itself = [again / a for a, _, again in trials]
-    spreads = [
-        "{:.2f} ({:.2f} to {:.2f})".format(*map(exp, (fmean(logs), *interval(logs))))
-        for logs in (_paired(ratios, itself), [*map(log, itself)])
-    ]
-    word = told_apart(ratios, itself)
-    return f"{word}: {spreads[0]} times as long; the same run twice {spreads[1]}"
+    return told_apart([b / a for a, b, _ in trials], [again / a for a, _, again in trials])
 
 
-def told_apart(ratios: Iterable[float], itself: Iterable[float]) -> str:
-    """Whether a run is slower or faster than another, by more than chance explains.
+def told_apart(ratios: Sequence[float], itself: Sequence[float]) -> str:
+    """How many times as long a run takes as another, and whether chance explains the difference.
 
     ratios  turn by turn, the run's time over the other one's
     itself  likewise the other one's, run again afterwards, over its own
 
     Each turn runs A, B and A again, so B is compared with both: log(B / sqrt(A A')), in which what
-    changes from turn to turn, and slowly within one, cancels. The answer is "slower" or "faster" if
-    the mean's 95 % interval (Student's t) leaves out 0.
+    changes from turn to turn, and slowly within one, cancels. The run is "slower" or "faster" if
+    the mean's 95 % interval (Student's t), here in brackets, leaves out 1.
 
     >>> told_apart([0.7, 0.8, 0.75], [0.9, 1.05, 1.0])
-    'faster'
-    >>> told_apart([1.12, 1.2, 1.15], [0.98, 1.05, 1.0])
-    'slower'
-    >>> told_apart([0.95, 1.2, 1.0], [0.9, 1.05, 1.1])
+    'faster: 0.76 (0.70 to 0.81) times as long; the same run twice 0.98 (0.81 to 1.19)'
+    >>> told_apart([0.95, 1.2, 1.0], [0.9, 1.05, 1.1]).partition(":")[0]
     'not distinguishable from the same run twice'
     """
-    low, high = interval(_paired(ratios, itself))
-    if low > 0:
-        return "slower"
-    return "faster" if high < 0 else "not distinguishable from the same run twice"
+    paired = [log(b) - log(again) / 2 for b, again in zip(ratios, itself, strict=False)]
+    low, high = interval(paired)
+    word = "slower" if low > 0 else "faster" if high < 0 else SAME
+    spreads = [
+        "{:.2f} ({:.2f} to {:.2f})".format(*map(exp, (fmean(logs), *interval(logs))))
+        for logs in (paired, [*map(log, itself)])
+    ]
+    return f"{word}: {spreads[0]} times as long; the same run twice {spreads[1]}"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -127,12 +125,6 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     times = STUDENT[min(len(values), len(STUDENT) + 1) - 2]
     half = times * stdev(values) / len(values) ** 0.5
     return fmean(values) - half, fmean(values) + half
-
-
-def _paired(ratios: Iterable[float], itself: Iterable[float]) -> list[float]:
-    """The logarithms of B / sqrt(A A'), from B / A and A' / A; of a last B alone, none."""
-    pairs = zip(ratios, itself, strict=False)
-    return [log(ratio) - log(again) / 2 for ratio, again in pairs]
 
 
 def _entry(table: str, name: str) -> Any:

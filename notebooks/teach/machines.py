@@ -7,7 +7,8 @@ one would compute. The core is free meanwhile, as it is while a GPU computes.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
@@ -122,6 +123,20 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Code and the threads that it starts share one core, where the system can pin threads."""
+    if not hasattr(os, "sched_setaffinity"):  # as on macOS
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _standing_in(stage: Any, pause: float) -> Any:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from pipelab.gpu import parts
 from teach import machine as of_lectures
 from teach import machines
+from teach import one_core as of_one_core
 from teach.machines import _bytes as of_a_stage
 
 ROOT = Path(__file__).parents[2]
@@ -142,3 +144,18 @@ def test_jax_leaves_alone_a_gpu_that_it_will_not_use():
     dropped = {"JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_FLAGS"}
     shell = {key: value for key, value in os.environ.items() if key not in dropped}
     subprocess.run([sys.executable, "-c", JAX_STARTS], env=shell, cwd=ROOT, check=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here")
+def test_one_core_is_for_the_block_and_for_the_threads_that_it_starts():
+    before = os.sched_getaffinity(0)
+    with of_one_core(), ThreadPoolExecutor(1) as pool:
+        mine = os.sched_getaffinity(0)
+        assert len(mine) == 1 and pool.submit(os.sched_getaffinity, 0).result() == mine
+    assert os.sched_getaffinity(0) == before
+
+
+def test_where_threads_cannot_be_pinned_the_block_runs_as_it_is(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    with of_one_core():
+        pass
