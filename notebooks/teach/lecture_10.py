@@ -109,4 +109,17 @@ EXERCISES = {
         },
     ),
 }
-GUESSES = {"10-a": Guess(stages_of_equal_layers, "Compare T of one stage on all and of eight.")}
+GUESSES = {
+    "10-a": Guess(stages_of_equal_layers, "Compare T of one stage on all and of eight."),
+    # Three stages under 1F1B: KiB of activations on the first one, 48 a micro-batch.
+    "10-b": Guess(
+        lambda: 48 * make("pipedream_flush", 3, 8).peak_in_flight[0],
+        "How many micro-batches are in flight there?",
+        slips={
+            48: "That is one micro-batch's. How many are in flight?",
+            48 * 8: "That is GPipe: all eight in flight.",
+            48 * 4: "There are four devices, but how many stages?",
+            48 * 2: "Two stages come later. How many are in flight on the first?",
+        },
+    ),
+}

@@ -181,5 +181,20 @@ GUESSES = {
     "12-a": Guess(
         lambda: simulate(make("zb_h1", 6, 12)).makespan,
         "How many W are still left on the last device when its last I is done?",
-    )
+    ),
+    # Two devices, four micro-batches, F = I = W: H1's time over 1F1B's.
+    "12-b": Guess(
+        lambda: (
+            simulate(make("zb_h1", 2, 4)).makespan
+            / simulate(make("pipedream_flush", 2, 4)).makespan
+        ),
+        "Add each schedule's bubble to the work, m (F + I + W).",
+        tolerance=0.03,
+        slips={
+            15 / 13: "That is how many times as fast H1 is.",
+            1 / 3: "That is H1's bubble over 1F1B's. The work comes on top of both.",
+            27 / 33: "That is for four devices and eight micro-batches.",
+            12 / 15: "That would be without a bubble.",
+        },
+    ),
 }

@@ -81,5 +81,16 @@ GUESSES = {
         lambda: max(simulate(make("v_half", 16, 32)).peak_in_flight) / 2,
         "Half of p, and one more.",
         slips={18: "Those are chunks: two of them are one micro-batch."},
-    )
+    ),
+    # MiB on each device under v_min, four devices, a micro-batch keeps 1 MiB.
+    "17-b": Guess(
+        lambda: max(simulate(make("v_min", 4, 8)).peak_in_flight) / 2,
+        "How large is one of 1F1B's four micro-batches? How many does v_min hold?",
+        slips={
+            4: "That is as much as 1F1B's device 0.",
+            1: "That is one micro-batch. How many does v_min hold?",
+            8 / 3: "Micro-batches are whole: round down.",
+            3: "That is v_half.",
+        },
+    ),
 }
