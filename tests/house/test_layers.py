@@ -1,9 +1,13 @@
-"""Imports only go down; read from the source, lazy ones too, not from what happens to be loaded."""
+"""Imports only go down; read from the source, lazy ones too, not from what happens to be loaded.
+
+And what else the source says: what prints, and how long a function is.
+"""
 
 import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import networkx
@@ -31,6 +35,7 @@ ROOMS = [*SMALL, *UPPER]
 USERS = ("cli",)  # they may import the package itself, as users do
 GROUND = ("table", "schedules", "predict")  # plain Python; what they show, too, but for the bar
 
+NAMES = ast.Name | ast.expr_context
 TORCH, JAX = {"torch", "safetensors"}, {"jax", "flax", "optax"}
 
 
@@ -43,39 +48,46 @@ def modules(root):
     return found
 
 
+@cache
+def nodes(path):
+    """Every node of a source but its names, which are half of all."""
+    found = [ast.parse(path.read_text())]
+    for node in found:  # which grows
+        found += [n for n in ast.iter_child_nodes(node) if not isinstance(n, NAMES)]
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget():
+    yield
+    nodes.cache_clear()
+
+
 def imports(path, known):
-    """(module, line, lazy?) of every import: `from package import module` is the module.
+    """(module, line) of every import, lazy or not: `from package import module` is the module.
 
     A string that is the name of one of our modules, or begins it, imports it, whoever takes it.
     """
     root = min(known, default="", key=len)
-    tree = ast.parse(path.read_text())
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        lazy = id(node) in inside
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno, lazy) for alias in node.names)
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                yield name if name in known else node.module, node.lineno, lazy
+                yield name if name in known else node.module, node.lineno
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
             ("import_module", "__import__")
         ):
             name = [*node.args, *(keyword.value for keyword in node.keywords)][0]
             if isinstance(name, ast.Constant) and not name.value.startswith(f"{root}."):
                 assert not name.value.startswith("."), f"{path}: relative import"
-                yield name.value, node.lineno, True
+                yield name.value, node.lineno
         elif isinstance(node, ast.Constant) and re.fullmatch(rf"{root}\.[\w.:]*", str(node.value)):
             target = node.value.partition(":")[0].rstrip(".")
             if target == root or room(target) in ROOMS:
-                yield target, node.lineno, True
+                yield target, node.lineno
 
 
 def room(name):
@@ -88,7 +100,7 @@ def arrows_up(root):
     for name, path in known.items():
         if name in (root.name, f"{root.name}.__main__"):
             continue
-        for target, line, _ in imports(path, known):
+        for target, line in imports(path, known):
             if target == root.name and room(name) not in USERS:
                 yield f"{path.relative_to(root)}:{line} imports the package itself"
             elif target.startswith(f"{root.name}.") and (
@@ -135,7 +147,7 @@ def test_every_module_is_in_a_room_and_no_room_imports_in_a_circle():
     edges = networkx.DiGraph(
         (name, target)
         for name, path in known.items()
-        for target, _, _ in imports(path, known)
+        for target, _ in imports(path, known)
         if name != "pipelab" and target in known and target != name
     )
     # A package may gather what its own modules hold.
@@ -149,7 +161,7 @@ def test_the_ground_floor_is_plain_python():
     for name, path in known.items():
         plain = name.count(".") and room(name) in GROUND
         if plain or name.startswith("pipelab.editor.puzzle"):
-            for target, line, _ in imports(path, known):
+            for target, line in imports(path, known):
                 top = target.split(".")[0]
                 assert top == "pipelab" or top in sys.stdlib_module_names, f"{path}:{line}"
 
@@ -166,10 +178,18 @@ def test_the_library_prints_nothing():
     for name, path in modules(ROOT).items():
         script = name.startswith("pipelab.peers.scripts.")  # to be copied, and run elsewhere
         if name.count(".") and room(name) not in ("cli", "__main__") and not script:
-            calls = (
-                n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)
-            )
+            calls = (node.func for node in nodes(path) if isinstance(node, ast.Call))
             assert not any(isinstance(f, ast.Name) and f.id == "print" for f in calls), path
+
+
+def test_functions_have_60_lines_at_most():
+    long = [
+        node.name
+        for path in modules(ROOT).values()
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60
+    ]
+    assert long == ["run"]  # whose docstring is the manual
 
 
 def test_scripts_that_leave_the_house_need_nothing_of_it():
@@ -178,7 +198,7 @@ def test_scripts_that_leave_the_house_need_nothing_of_it():
     own = {name.rpartition(".")[2] for name in scripts}
     assert own
     for name in scripts:
-        for target, line, _ in imports(known[name], known):
+        for target, line in imports(known[name], known):
             top = target.split(".")[0]
             assert top in {"torch", *own, *sys.stdlib_module_names}, f"{name}:{line}"
 
@@ -188,7 +208,7 @@ def test_what_runs_and_trains_knows_torch_in_one_folder_and_jax_nowhere():
     for name, path in known.items():
         if room(f"{name}.") in ("runtime", "training"):
             own = name.startswith("pipelab.runtime.torch")
-            for target, line, _ in imports(path, known):
+            for target, line in imports(path, known):
                 assert target.split(".")[0] not in (JAX if own else JAX | TORCH), f"{path}:{line}"
                 if not own and name != "pipelab.runtime.backends":  # where a backend is chosen
                     assert not target.startswith("pipelab.runtime.torch"), f"{path}:{line}"
