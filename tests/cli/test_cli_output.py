@@ -95,7 +95,7 @@ def test_what_a_missing_module_comes_with_is_said(module, line, extra, tmp_path)
 
 
 def test_too_little_memory_is_one_line_and_status_2(tmp_path):
-    line = "ulimit -v 500000; $PIPELAB validate gpipe --devices 2000 --microbatches 2000"
+    line = "ulimit -v 250000; $PIPELAB validate gpipe --devices 1000 --microbatches 1000"
     done = shell(line, tmp_path, OPENBLAS_NUM_THREADS="1")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "error: out of memory: make a size smaller" in done.stderr

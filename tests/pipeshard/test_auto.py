@@ -4,7 +4,6 @@ import ast
 import re
 import shelve
 import subprocess
-import sys
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
@@ -46,6 +45,7 @@ from pipelab.pipeshard.cut import mark
 from pipelab.pipeshard.method import owner_of
 from pipelab.plot import style
 from tests.conftest import examples, thorough
+from tests.support import PYTHON
 from widgets import meshes
 
 # A toy whose operators and collectives cost what makes several kinds of plan the best.
@@ -715,22 +715,34 @@ def test_what_is_not_compiled_could_not_win(devices, machine, monkeypatch):
 
 
 def test_equal_parts_of_layers_are_divided_alike():
-    """The blocks of a transformer; the search tries few candidates for what is around them."""
-    cache = {}
-    model = transformer(4)
-    machine = replace(TOY, memory=5e5)
-    pipeline, state, batch = planned(
-        model, layers=4, operator=True, machine=machine, cache=cache, microbatches=2
-    )
-    plan = pipeline.compile(state, batch).auto
+    """Equal blocks; the first and the last have an embedding and a head beside them."""
+    one = dict(gain=np.ones(16, np.float32), up=normal(16, 64), down=normal(64, 16))
+    params = dict(embed=normal(32, 16), blocks=[one] * 4, head=normal(16, 32))
+
+    def loss(params, batch):
+        x = batch["x"] @ params["embed"]
+        for p in params["blocks"]:
+            scale = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+            x = x + jnp.tanh((p["gain"] * x * scale) @ p["up"]) @ p["down"]
+        return -jnp.mean(jax.nn.log_softmax(x @ params["head"]))
+
+    model, machine = (params, loss, {"x": normal(64, 32)}), replace(TOY, memory=5e5)
+    options = dict(layers=4, operator=True, machine=machine, microbatches=2)
+    pipeline, state, batch = planned(model, **options)
     divided = {}
-    for each in plan.profiles:
+    for each in pipeline.compile(state, batch).auto.profiles:
         if each.logical == (1, 2) and each.layers[0] == each.layers[1]:
             divided |= each.sharding
     kinds = {}
     for path, spec in divided.items():
-        kinds.setdefault(path.rpartition("[")[2], set()).add(spec)
-    assert all(len(specs) == 1 for specs in kinds.values()) and kinds
+        kinds.setdefault(path.rpartition("[")[2], []).append(spec)
+    assert {kind: len(specs) for kind, specs in kinds.items()} == {
+        "'up']": 4,
+        "'down']": 4,
+        "'embed']": 1,
+        "'head']": 1,
+    }
+    assert all(len(set(specs)) == 1 for specs in kinds.values())
 
 
 def test_times_can_be_measured():
@@ -861,5 +873,5 @@ def test_the_manual_side_does_not_import_it():
             if any(name.startswith("pipelab.pipeshard.auto") for name in names):
                 assert path.stem == "parallelize" and node in lazy, path
     code = "import pipelab.pipeshard, sys; print('pipelab.pipeshard.auto' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
