@@ -38,6 +38,7 @@ def four_chunks(answer: Any) -> Judged:
 
 def shorter(answer: Any) -> Judged:
     """answer(costs, room): the shorter table of zb's and zb_v's for four devices."""
+    told = []
     for costs, room in ((Costs(), 3), (Costs(transfer=0.1), 3), (Costs(transfer=1), 3)):
         where = f"with transfers of {costs.transfer:g} and room for {room}"
         if (table := called(answer, costs, room)) is None:
@@ -47,16 +48,15 @@ def shorter(answer: Any) -> Judged:
         if (table.devices, table.microbatches) != (4, 8):
             yield f"{where} your table is for {table.devices} devices and m = {table.microbatches}."
         time = simulate(table, costs.over(table.placement)).makespan
-        both = [simulate(*make_for(n, 4, 8, costs, memory=room)) for n in ("zb", "zb_v")]
-        held, least = (
-            max(memory_used(table, costs.over(table.placement))),
-            min(t.makespan for t in both),
-        )
+        made = [make_for(name, 4, 8, costs, memory=room) for name in ("zb", "zb_v")]
+        stage, v = (simulate(*each).makespan for each in made)
+        held, least = max(memory_used(table, costs.over(table.placement))), min(stage, v)
         if held > room:
             yield f"{where} your table holds {held:g}."
         if time > least + 1e-9:
             yield f"{where} your table takes {time:g}, and the other one {least:g}."
-    return ": which is shorter depends on the transfers."
+        told.append(f"if one takes {costs.transfer:g}, zb takes {stage:g} and zb_v {v:g}")
+    return f": which is shorter depends on the transfers: {'; '.join(told)}."
 
 
 EXERCISES = {

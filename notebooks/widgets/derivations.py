@@ -367,8 +367,8 @@ def two_copies(p: int = 6, m: int = 12, costs: Costs | None = None) -> Derivatio
             lit=named(pairs.intersection(mine)),
         ),
         Step(
-            "Its forwards run out: it does backwards alone, each in B. Its neighbours still do "
-            f"pairs, in F&B, so the next gradient comes F&B - B too late: {times} times.",
+            "Its forwards run out: it does backwards alone, each in B. Each device towards the end "
+            f"still does one more pair, in F&B. It waits F&B - B for each: {times} times.",
             "pair",
             named(alone),
             lambda gap: gap.device == me and 0 < gap.start and gap.end < t.makespan,
