@@ -22,9 +22,9 @@ EXERCISES = {
         },
     ),
     # One micro-batch through three devices.
-    "00-2": build(devices=3, microbatches=1),
+    "00-2": build(devices=3, microbatches=1, by_hand=True),
     # A table that deadlocks, mended.
-    "00-3": build(devices=2, microbatches=2),
+    "00-3": build(devices=2, microbatches=2, by_hand=True),
     # Which schedule a row is from.
     "00-4": Exercise(
         choice,

@@ -13,7 +13,7 @@ ANSWERS = {
     },
     "00-2": {
         "right": [
-            'answer = pl.make("inter_layer", 3, 1)',
+            'answer = pl.make("inter_layer", 3, 1).grid()',
             'answer = "0F0 . . . . 0B0 0U0\\n. 1F0 . . 1B0 1U0\\n. . 2F0 2B0 2U0"',
         ],
         "wrong": {

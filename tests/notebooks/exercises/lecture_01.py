@@ -103,13 +103,13 @@ ANSWERS = {
     },
     "01-3": {
         "right": [
-            'answer = pl.make("pipedream_flush", 3, 2)',
+            'answer = pl.make("pipedream_flush", 3, 2).grid()',
             'answer = "0F1 0F0 0B1 0B0\\n1F1 1F0 1B1 1B0\\n2F1 2B1 2F0 2B0"',
         ],
         "wrong": {
-            'answer = pl.make("inter_layer", 3, 2)': "makespan 18, must be at most 12",
+            'answer = pl.make("inter_layer", 3, 2).grid()': "makespan 18, must be at most 12",
             'answer = "0F0 0B0 0F1 0B1\\n1F1 1F0 1B0 1B1\\n2F0 2F1 2B0 2B1"': ">",
-            'answer = pl.make("gpipe", 3, 1)': "asks for 3 devices, 3 stages, 2 micro-batches",
+            'answer = pl.make("gpipe", 3, 1).grid()': "asks for 3 devices, 3 stages, 2 micro-batches",
         },
     },
     "01-4": {

@@ -111,8 +111,8 @@ ANSWERS = {
             'answer = "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\\n'
             "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3\\n"
             '2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3"': "deadlock",
-            'answer = pl.make("gpipe", 3, 4)': "more than one action has moved",
-            'answer = pl.make("gpipe", 3, 3)': "asks for 3 devices, 3 stages, 4 micro-batches",
+            'answer = pl.make("gpipe", 3, 4).grid()': "more than one action has moved",
+            'answer = pl.make("gpipe", 3, 3).grid()': "asks for 3 devices, 3 stages, 4 micro-batches",
             "answer = 18": "18 is not a table",
         },
     },
