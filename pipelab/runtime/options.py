@@ -48,12 +48,12 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, fits, remedy in (
-            ("replicas", self.replicas >= 1, "a whole number of at least 1"),
+            ("replicas", _whole(self.replicas, 1), "a whole number of at least 1"),
             ("check", self.check in (True, False), "True or False"),
             ("reference", self.reference in REFERENCES, f"one of {', '.join(REFERENCES)}"),
-            ("seed", (self.seed or 0) >= 0, "a whole number of at least 0"),
+            ("seed", self.seed is None or _whole(self.seed, 0), "a whole number of at least 0"),
             ("pace", _above(0, self.pace), "the seconds of one cost unit, such as 0.005"),
-            ("timeout", _above(0, self.timeout), "seconds, a number above 0"),
+            ("timeout", _above(0, self.timeout or 0), "seconds, a number above 0"),
             ("clip", _above(0, self.clip), "the largest norm, a number above 0"),
         ):
             if not fits:
@@ -68,6 +68,10 @@ class Options:
                     f"{option.name}={value!r} is not supported with backend={self.backend!r}: "
                     "leave it out"
                 )
+
+
+def _whole(value: Any, least: int) -> bool:
+    return hasattr(value, "__index__") and value >= least
 
 
 def _above(least: float, value: float | None) -> bool:

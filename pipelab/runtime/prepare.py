@@ -67,12 +67,15 @@ def find_partners(
             if action.kind in (Kind.B, Kind.W):
                 to_come.add((action.stage, action.microbatch // schedule.per_update))
             waits_for = partners.get(action.stage, ()) if action.kind is Kind.U else ()
-            if any((s, action.microbatch) in to_come for s in waits_for):
-                raise ValueError(
-                    f"{'tied weights' if clip is None else 'clip'}: {action} on device {d} "
-                    "would wait for a stage whose backward comes later in its row: put updates "
-                    "after the last backward of the row"
-                )
+            for other in waits_for:
+                if (other, action.microbatch) in to_come:
+                    tied = ties[action.stage] & ties[other]
+                    why = "clip" if common else "tied weights" if tied else "copies of a stage"
+                    raise ValueError(
+                        f"{why}: {action} on device {d} would wait for stage {other}, whose "
+                        "backward comes later in its row: put updates after the last backward of "
+                        "the row"
+                    )
     return partners
 
 
@@ -136,7 +139,7 @@ def microbatches_of(
         s: {
             k: microbatch(s, k, *pair)
             for k, pair in pairs
-            if table.copy_of[k % table.total] == s // table.model_stages
+            if work.copy(k) == s // table.model_stages
         }
         for s in stages
     }

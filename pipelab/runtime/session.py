@@ -32,7 +32,7 @@ from pipelab.runtime.verdict.verdict import verdict_of
 from pipelab.runtime.work import Work
 from pipelab.runtime.worker import Job, RunError, told
 from pipelab.table.schedule import Schedule
-from pipelab.table.validate import validate
+from pipelab.table.validate import check_type, validate
 
 
 class Session(AbstractContextManager):
@@ -60,6 +60,7 @@ class Session(AbstractContextManager):
         method, remedy = backend.optimizer
         if options.training and not hasattr(options.optimizer, method):
             raise ValueError(f"optimizer is a {type(options.optimizer).__name__}: give {remedy}")
+        check_type(Schedule, schedule=schedule)
         table = validate(schedule if options.training else schedule.forward_only())
         check_table(table, len(stages), batches, options.training)
         with backend.context():
@@ -136,16 +137,16 @@ class Session(AbstractContextManager):
                     # A rank that could not write its part keeps its outcome: the run is not lost.
                     for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
                         raise unsaved
-            except Exception as error:
+                # [3] check what came of it
+                if check:
+                    # One process has all weights and steps; the others wait here for its verdict.
+                    told = partial(self._verdict, work, data, result, outcomes, start, save, untold)
+                    result.check = self.launcher.from_first(told, "the check")
+            except BaseException as error:  # an interrupt of the check, too
                 if result:
                     error.run = result  # type: ignore[attr-defined]
                     error.add_note("The result is not lost: this error's `run` has it.")
                 raise
-            # [3] check what came of it
-            if check:
-                # One process has all weights and steps; the others wait here for its verdict.
-                verdict = partial(self._verdict, work, data, result, outcomes, start, save, untold)
-                result.check = self.launcher.from_first(verdict, "the check")
             return result
 
     def _warn_of_memory(self, updates: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from pipelab.table.action import Action
 from pipelab.table.schedule import Schedule
@@ -67,12 +68,19 @@ class Work:
         """Actions of the rows that overlap with the one before."""
         if self.given_rows is None:
             return frozenset(self.offset.moved(self.table.overlapped))
-        return frozenset(self.table_offset.moved(self.whole.overlapped))
+        # The rows may have lost one of a pair.
+        moved, actions = self.table_offset.moved, self.whole.actions
+        pairs = {tuple(moved(actions[i - 1 : i + 1])) for i in self.whole.joined}
+        return {b for row in self.given_rows for a, b in pairwise(row) if (a, b) in pairs}
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
         microbatches, updates = self.table_offset
         return self.whole.read_at(stage, microbatch - microbatches) + updates
+
+    def copy(self, microbatch: int) -> int:
+        """The copy of the model that takes it."""
+        return self.whole.copy_of[microbatch - self.table_offset.microbatches]
 
     def read_later(self) -> Sequence[Set[int]]:
         """Per stage, the versions that later batches read, as far as they are made by the end."""

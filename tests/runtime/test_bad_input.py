@@ -370,3 +370,23 @@ def test_a_stage_without_values_is_refused(kind):
         modules = [kind(), nn.Linear(6, 6)]
     with pytest.raises(ValueError, match=r"stage 0 is on the meta device .* to_empty"):
         run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("replicas", 1.5, "a whole number of at least 1"),
+        ("seed", 1.5, "a whole number of at least 0"),
+        ("timeout", None, "seconds, a number above 0"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_at_once(name, value, remedy):
+    """Was: a TypeError of a rank, or none."""
+    with pytest.raises(ValueError, match=f"{name}={value}: give {remedy}"):
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, **{name: value})
+
+
+def test_a_schedules_name_is_no_schedule():
+    for call, more in ((run, (SGD,)), (evaluate, ())):
+        with pytest.raises(ValueError, match="schedule is a str: give a Schedule"):
+            call("gpipe", stages(2), batches(1), F.mse_loss, *more)

@@ -779,7 +779,7 @@ def test_clipping_refuses_a_table_that_would_wait_for_itself():
     early = Schedule.from_grid("# devices=1\n0F0 1F0 1B0 1U0 0B0 0U0")
     assert run(early, stages(2), batches(1), F.mse_loss, SGD).check.passed
     with pytest.raises(
-        ValueError, match="clip: 1U0 on device 0 would wait for a stage whose backward comes later"
+        ValueError, match="clip: 1U0 on device 0 would wait for stage 0, whose backward comes later"
     ):
         run(early, stages(2), batches(1), F.mse_loss, SGD, clip=1.0)
 

@@ -96,6 +96,11 @@ def check_generators(stages: Sequence[nn.Module]) -> None:
 
 
 def check_replicas(schedule: Schedule, replicas: int) -> None:
+    if schedule.copies > 1 and schedule.training and schedule.asynchronous:
+        raise ValueError(
+            f"{schedule.name} has {schedule.copies} copies of the model and updates without a "
+            "flush: they would train different weights; use a schedule with a flush"
+        )
     if replicas > 1 and (schedule.asynchronous or schedule.per_update != schedule.microbatches):
         raise ValueError(
             f"replicas={replicas} with {schedule.name}, which updates without a flush: replicas "

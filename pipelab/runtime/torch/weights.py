@@ -118,8 +118,6 @@ class VersionedStage(CountingStage):
         self._looked: set[int] = set()  # versions whose graph was looked through for other weights
         self._make_optimizer(names, start)
         latest = self.weights[self.latest]
-        frozen = ((name, p) for name, p in latest.items() if not p.requires_grad)
-        self._frozen = {name: (p, p._version) for name, p in frozen}
         self._summing, self._unsettled = latest, [*latest]
         self._note_constants()
         # Bytes of gradients and the optimizer's state; None until they are asked for.
@@ -217,11 +215,10 @@ class VersionedStage(CountingStage):
             }
         # [2] where the latest version still has readers, the step works on a copy of it
         if self.read_later(number):
-            for handle in self._handles.values():
-                handle.data = handle.data.clone()
-            self.weights[number + 1] = _summed_wide(
-                {name: _parameter(h.data, h) for name, h in self._handles.items()}
-            )
+            for name in self._trained:  # frozen ones are the same in all versions
+                self._handles[name].data = self._handles[name].data.clone()
+            new = {n: _parameter(h.data, h) for n, h in self._handles.items() if h.requires_grad}
+            self.weights[number + 1] = _summed_wide(latest | new)
             self._note_constants()
         else:
             self.weights[number + 1] = self.weights.pop(number)

@@ -4,7 +4,7 @@ The graph is not cut between stages: it alone guards what they hand over. Both s
 in float32 (in float64 if the run is), and in float64 only in doubt:
 
     gradient, loss   at the first update that counts anything
-    loss             at every later one
+    loss             at every later one, unless it is of one micro-batch
 
 Where forwards draw random numbers or change buffers, or take no other size, the undivided batch is
 another model. Then the loss alone is asked: of all outputs together, though computed in pieces.
@@ -51,9 +51,11 @@ class Batch:
     def __init__(self, run: Trained, model: Model, rule: str) -> None:
         self.run, self.model, self.table = run, model, run.work.table
         self.reasons, self.unjudged = list[str](), list[str]()
-        table, pieces = self.table, self.table.microbatches * run.options.replicas
-        by_batch = (rule != TABLE and table.per_update == table.microbatches) or not table.training
-        self.asks = by_batch and pieces > table.per_sequence and run.options.reference == "batches"
+        table = self.table
+        size = table.per_update if table.training else table.microbatches
+        by_batch = (rule != TABLE and size == table.microbatches) or not table.training
+        self.alone = size * run.options.replicas == 1  # nothing is added up: the cut alone is asked
+        self.asks = (by_batch or self.alone) and run.options.reference == "batches"
         self.next, self.first, self.undivided = 0, True, not model.depends_on_cut
         self.missing, self.narrowest = "", 0.0  # a weight that one device would give no gradient
 
@@ -75,7 +77,7 @@ class Batch:
         if self.first and not self.undivided:
             with suppress(Exception):  # outputs that cannot be joined, say
                 self._ask(update, lambda precision: self._together(update, precision))
-        self.first = False
+        self.first, self.asks = False, not self.alone
 
     def _not_undivided(self, why: str) -> None:
         self.undivided = False
@@ -165,7 +167,7 @@ class Batch:
         return update._replace(weights=[Placed(library, of) for of in update.weights])
 
     def _batch(self, update: Update) -> Piece:
-        x, y = self.run.data[update.number]
+        x, y = update.pieces[0][:2] if self.alone else self.run.data[update.number]
         return Piece(
             x,
             y,

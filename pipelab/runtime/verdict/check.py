@@ -1,11 +1,14 @@
 """The answer of a check, in a sentence: is the run what one device computes?"""
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 
 from pipelab.runtime.verdict.compare import LIMIT
+
+FRAME = re.compile(r"^  File .*\n(?:    .*\n)*", re.M)  # of a traceback
 
 
 class How(StrEnum):
@@ -25,13 +28,13 @@ class Check:
               smaller errors do not show
     rule      the update rule that one device followed
     ratio     the largest distance of a tensor, in multiples of what another order of its sums
-              explains: 0 to the last bit
+              explains, or, within rounding, of one device's distance from float64; 0: equal bits
     worst     that tensor's name
     limit     the largest ratio of a right run
     updates   how many were followed; `compared`: losses, gradients, weights and buffers in all
-    reasons   why the micro-batches do not add up to the batch, a sentence each
+    reasons   what else is wrong, a sentence each: why the micro-batches do not add up to the batch
     unjudged  what was not compared, and why
-    failure   the traceback, if the check itself failed and could not compare the run
+    failure   the traceback, or why, if the check itself could not compare the run
     seconds   how long it took
     tensors   if it failed, the worst tensor in the run ("run") and on one device ("one device")
     """
@@ -57,7 +60,7 @@ class Check:
 
     def __str__(self) -> str:
         if self.failure:
-            reason = self.failure.strip().splitlines()[-1]
+            reason = FRAME.split(self.failure.strip())[-1].partition("\n")[0]
             return (
                 f"NOT CHECKED: the check itself failed, because {reason} (see check.failure). The "
                 "run itself is complete."
@@ -69,10 +72,9 @@ class Check:
             by = "" if rule in ("", "flush", "evaluation") else f"; rule: {rule}"
             text = f"Check passed: {self.how} ({', '.join(told)}{by})."
             if self.how is not How.BITS:
-                text += (
-                    f" Smaller errors may not show; furthest off is {self.worst}, by "
-                    f"{self.ratio:.2g} times that (limit {self.limit:g})."
-                )
+                text += " Smaller errors may not show"
+                far = f"; furthest off is {self.worst}, by {self.ratio:.2g} times that"
+                text += f"{far} (limit {self.limit:g})." if self.worst else "."
             if self.unjudged:
                 text += f" Not compared: {'; '.join(self.unjudged)}."
             return text
@@ -80,6 +82,8 @@ class Check:
         if self.worst and self.ratio > 1e16:  # more than all of it, in any type
             reasons.insert(0, f"{self.worst} differs from one device's.")
         elif self.worst and self.ratio > self.limit:
-            far = f"{self.worst} is {self.ratio:.2g} times further from one device's than another "
-            reasons.insert(0, far + "order of its sums explains.")
+            than = "one device's than another order of its sums explains"
+            if self.how is How.ROUNDING:
+                than = "float64's than one device's"
+            reasons.insert(0, f"{self.worst} is {self.ratio:.2g} times further from {than}.")
         return " ".join(["CHECK FAILED:", *reasons])

@@ -78,11 +78,11 @@ def rule_of(schedule: Schedule) -> str:
     return TABLE
 
 
-def added(table: Schedule, update: int) -> list[list[int]]:
-    """By stage, an update's micro-batches in the order in which their gradients are added up."""
-    numbers: list[list[int]] = [[] for _ in range(table.stages)]
+def added(table: Schedule) -> list[list[list[int]]]:
+    """[update][stage] -> its micro-batches in the order in which their gradients are added up."""
+    numbers: list[list[list[int]]] = [[[] for _ in table.placement] for _ in range(table.updates)]
     for row in table.rows:
         for stage, kind, number in row:
-            if kind in (Kind.B, Kind.W) and number // table.per_update == update:
-                numbers[stage].append(number)
+            if kind in (Kind.B, Kind.W):
+                numbers[number // table.per_update][stage].append(number)
     return numbers

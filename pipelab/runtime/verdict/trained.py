@@ -49,15 +49,16 @@ class Trained:
             for of_piece in of_update[:size]
         ]
         # [2] cut as in the run: batch by batch, and in a batch replica by replica
-        again = options.recompute.mask(m, m) if table.training else [False] * m
+        whole = work.whole.microbatches  # also of a batch that has fewer
+        again = options.recompute.mask(whole, whole) if table.training else [False] * m
         by_update: list[list[Piece]] = [[] for _ in range(table.total // size)]
         for b in range(table.batches):
             for i, part in enumerate(cut_batch(self.data[b], m // per * replicas, b, trees)):
                 replica, place = divmod(i * per, m)
                 parts = slices_of(part, table.slices, trees) if table.slices else [part]
                 for k, (x, y) in enumerate(parts, b * m + place):
-                    number = (work.batches[b] * replicas + replica) * work.whole.microbatches
-                    number += k - b * m  # in the training: a short batch takes as many as any
+                    # In the training, where a short batch takes as many numbers as any.
+                    number = (work.batches[b] * replicas + replica) * whole + k - b * m
                     piece = Piece(
                         x,
                         y,

@@ -12,7 +12,7 @@ one computes the truth in float64 as well.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ def verdict_of(run: Trained, model: Model) -> Check:
     """Check a run."""
     table, (rule, reading) = run.work.table, reading_of(run.work.whole)
     updates = table.updates if table.training else 0
-    if uneven := _uneven(run.steps, updates):
+    if uneven := _uneven(run, updates):
         return Check(False, How.BITS, rule, inf, uneven)
     batch = Batch(run, model, rule)
 
@@ -82,14 +82,20 @@ def verdict_of(run: Trained, model: Model) -> Check:
     return check
 
 
-def _uneven(steps: Sequence[Sequence[Sequence[Step]]], updates: int) -> str:
+def _uneven(run: Trained, updates: int) -> str:
     """A stage that has not made all updates, in words: nothing else could be compared."""
-    for lane, of_lane in enumerate(steps):
+    for lane, of_lane in enumerate(run.steps):
         for s, of_stage in enumerate(of_lane):
             if len(of_stage) != updates:
-                where = f" of replica {lane}" if len(steps) > 1 else ""
-                return f"the number of updates ({len(of_stage)}) of stage {s}{where}"
+                return f"the number of updates ({len(of_stage)}) of stage {s}{_of_lane(run, lane)}"
     return ""
+
+
+def _of_lane(run: Trained, lane: int) -> str:
+    """A copy of the model, of any replica, in words."""
+    replica, copy = divmod(lane, run.work.table.copies)
+    copies = f" of copy {copy}" * (run.work.table.copies > 1)
+    return copies + f" of replica {replica}" * (run.options.replicas > 1)
 
 
 def _judge(check: Check, model: Model, compared: Iterator[Compared], differs: Compared) -> bool:
@@ -157,13 +163,20 @@ class _Pass:
         self.placed = [[Placed(one, of) for of in self.history] for one in self.libraries]
         self.optimizer: Any = model.optimizer() if self.table.training else None
         self.counted: dict[int, tuple[float, float]] = {}
+        # By stage, the last update that reads a version; both are numbered in the training.
+        begun = run.work.table_offset.updates
+        self.last_read: list[dict[int, int]] = [{} for _ in self.history]
+        for number, pieces in enumerate(reading, begun):
+            for s, version in {(s, v) for of_piece in pieces for s, v in enumerate(of_piece)}:
+                self.last_read[s][begun + version] = number
 
     def all(self) -> Iterator[Compared]:
         """Compare all that there is."""
         table, run = self.table, self.run
         with Bar("check", table.total * run.options.replicas, DELAY) as bar:
+            orders = added(table) if table.training else []
             for i, pieces in enumerate(run.pieces(self.reading, self.model.trees)):
-                order = added(table, i) if table.training else []
+                order = orders[i] if table.training else []
                 totals = [
                     replay(
                         self.model,
@@ -212,7 +225,7 @@ class _Pass:
         factors = [1.0] * len(steps)
         terms = self.table.per_update * self.run.options.replicas
         if clip is not None:
-            total, shared = totals[0], not self.table.asynchronous
+            total, shared = totals[0], not self.run.work.whole.asynchronous
             norms = zip(*(of.norms(of.sums, shared) for of in totals), strict=True)
             sizes = total.norms(total.sizes, shared)
             eps = max(map(model.eps, total.sums.values()), default=0.0)
@@ -244,9 +257,9 @@ class _Pass:
 
     def _step(self, i: int, steps: Sequence[Step], total: Total) -> Iterator[Compared]:
         """An update's new weights; the next one goes on with the run's own."""
-        model, t, read = self.model, self._number(i), self._read_after(i)
+        model, t = self.model, self._number(i)
         before = [
-            self.libraries[0].place(placed[t]) if t in read[s] else placed[t]
+            self.libraries[0].place(placed[t]) if self._read_after(t, s, t) else placed[t]
             for s, placed in enumerate(self.placed[0])
         ]
         # The run's own gradients go in: what is checked is the step alone. A zero is not "no
@@ -269,7 +282,7 @@ class _Pass:
         for s, history in enumerate(self.history):
             history[t + 1] = steps[s].weights
             for versions in (history, *(placed[s] for placed in self.placed)):
-                for v in {*versions} - read[s] - {t + 1}:
+                for v in [v for v in versions if v <= t and not self._read_after(t, s, v)]:
                     del versions[v]
         for library in self.libraries:
             library.end_update()
@@ -277,19 +290,17 @@ class _Pass:
     def _number(self, i: int) -> int:
         return self.run.work.offset.updates + i
 
-    def _read_after(self, i: int) -> list[set[int]]:
-        """By stage, the versions that later updates read."""
-        begun = self.run.work.table_offset.updates
-        later = [*chain.from_iterable(self.reading[self._number(i) - begun + 1 :])]
-        return [{begun + versions[s] for versions in later} for s in range(len(self.history))]
+    def _read_after(self, update: int, stage: int, version: int) -> bool:
+        """Whether a later update reads this version."""
+        return self.last_read[stage].get(version, -1) > update
 
     def _alike(self, i: int, s: int, part: str, what: str) -> Iterator[Compared]:
         """All replicas and copies must have made the same of a stage, to the last bit."""
         first, *others = (getattr(of_lane[s][i], part) for of_lane in self.run.steps)
         for lane, other in enumerate(others, 1):
-            where = f"of replica {lane} in update {self._number(i)}"
+            where = f"{_of_lane(self.run, lane)} in update {self._number(i)}"
             for name, array in first.items():
-                label = f"{what} {self.model.names[s][name]} {where}"
+                label = f"{what} {self.model.names[s][name]}{where}"
                 yield Compared(label, other[name], [array])
 
     # ---- what the run returns

@@ -266,3 +266,26 @@ def test_one_cost_per_stage_is_of_one_copy():
     assert memory(t, costs).peak("weights") == [30, 30]
     assert simulate(table, costs.of_copies(table)).makespan == t.makespan
     assert Schedule.from_csv(table.to_csv()) == table
+
+
+def test_copies_that_take_turns_otherwise_in_later_batches():
+    """Was: in an endless training the first batch's places were looked up: KeyError."""
+    rows = (
+        "0F0 0B0 0U0 0F3 0B3 0U1 0F5 0B5 0U2 0F7 0B7 0U3",
+        "1F1 1B1 1U0 1F2 1B2 1U1 1F4 1B4 1U2 1F6 1B6 1U3",
+    )
+    actions = [[Action.parse(cell) for cell in row.split()] for row in rows]
+    table = Schedule("own", actions, (0, 1), 2, batches=4, copies=2)
+    with Trainer(table, stages(1), F.mse_loss, SGD, check=1) as trainer:
+        for step in trainer.fit(batches(6)):
+            assert step.check.passed, step.check
+        assert trainer.evaluate(batches(1)).loss
+
+
+def test_copies_without_a_flush_are_refused_as_copies():
+    """Was: "stages 0 and 1 share the weight", of which the user had given one."""
+    rows = "0F0 0B0 0U0 0F2 0B2 0U1", "1F1 1B1 1U0 1F3 1B3 1U1"
+    actions = [[Action.parse(cell) for cell in row.split()] for row in rows]
+    table = Schedule("own", actions, (0, 1), 4, per_update=2, copies=2)
+    with pytest.raises(ValueError, match=r"own has 2 copies of the model and .* without a flush"):
+        run(table, stages(1), batches(1), F.mse_loss, SGD)

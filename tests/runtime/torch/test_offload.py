@@ -25,6 +25,7 @@ from pipelab import (
 from pipelab.models import mlp, split
 from pipelab.predict.memory import memory, memory_used
 from pipelab.runtime.torch.offload import Offloaded
+from pipelab.training.trainer import Trainer
 from tests.support import SGD, batches, stages
 
 TABLES = [
@@ -213,3 +214,17 @@ def test_buffers_of_a_second_forward_stay_and_count():
     done = run(table, [Counting().double()], batches(1), F.mse_loss, SGD, recompute="always")
     assert done.check.passed
     assert done.memory.peak("activations")[0] > 2 * 512 * 8
+
+
+def test_a_pair_of_which_an_endless_training_has_done_one_is_no_pair():
+    """Was: a copy then went beside the forward whose result it takes: KeyError."""
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            time.sleep(0.02)
+            return super().forward(x)
+
+    cut = [Slow(6, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)]
+    table = make("pipedream", 2, 4, batches=6).offload()
+    with Trainer(table, cut, F.mse_loss, SGD) as trainer:  # batch 0 is checked, alone
+        assert len([*trainer.fit(batches(3))]) == 3

@@ -13,8 +13,10 @@ from pipelab import Kind, Schedule, evaluate, make, run
 from pipelab.runtime import transport
 from pipelab.runtime.torch import weights
 from pipelab.runtime.torch.stage import TorchStage
-from pipelab.runtime.verdict.check import How
+from pipelab.runtime.verdict.check import Check, How
+from pipelab.runtime.verdict.verdict import _Pass
 from pipelab.table.action import Action
+from pipelab.training.trainer import Trainer
 from tests.support import SGD, batches, stages
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
@@ -262,3 +264,102 @@ def test_a_weight_may_be_left_out_of_a_state_dict():
     result = run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
     assert result.check.passed, result.check
     assert "2.bias" not in result.weights[0]
+
+
+def test_a_first_batch_is_checked_by_the_rule_of_its_training(tmp_path):
+    """Was: alone it looked like one with a flush, so the norm of all stages was expected."""
+    table, how = make("pipedream", 2, 1, batches=3), {"clip": 0.1, "stop": 1, "save": tmp_path}
+    first = run(table, stages(2), batches(3), F.mse_loss, SGD, **how)
+    assert first.check.passed, first.check
+    with Trainer(table, stages(2), F.mse_loss, SGD, clip=0.1, check=1) as trainer:
+        for step in trainer.fit(batches(3)):
+            assert step.check.passed, step.check
+
+
+@pytest.mark.parametrize("recompute", [[5], "except_last"])
+def test_a_short_batch_is_recomputed_as_its_numbers_say(recompute):
+    """Was: NOT CHECKED, since "a batch has micro-batches 0 to 2"."""
+    given = stages(2), F.mse_loss, SGD
+    with Trainer(make("gpipe", 2, 8), *given, recompute=recompute, check=1) as trainer:
+        for step in trainer.fit(batches(2, samples=3)):
+            assert step.check.passed, step.check
+
+
+class Wanted(nn.Linear):
+    """One device gives its weight no gradient where its input wants none, which is cut off."""
+
+    def forward(self, x):
+        return super().forward(x) if x.requires_grad else 0 * x.sum(1, keepdim=True) + self.bias
+
+
+@pytest.mark.parametrize(
+    "table",
+    [make("gpipe", 2, 1), make("pipedream", 2, 2, batches=2), make("gpipe", 2, 2, batches=2)],
+    ids=str,
+)
+def test_a_cut_that_changes_the_model_fails_with_any_number_of_micro_batches(table):
+    """Was: where one micro-batch is an update the uncut graph was not asked."""
+    frozen = nn.Linear(6, 6, dtype=torch.float64).requires_grad_(False)
+    cut = [frozen, Wanted(6, 6, dtype=torch.float64)]
+    found = run(table, cut, batches(table.batches), F.mse_loss, SGD).check
+    assert "One device would give 1.weight no gradient" in str(found)
+    assert run(table, stages(2), batches(table.batches), F.mse_loss, SGD).check.passed
+
+
+def test_an_interrupted_check_does_not_lose_the_run(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipelab.runtime.session.verdict_of", interrupted)
+    with pytest.raises(KeyboardInterrupt) as error:
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD)
+    assert len(error.value.run.weights) == 2
+
+
+def test_a_verdict_names_a_copy_as_a_copy(monkeypatch):
+    """Was: copy 1 of the only pipeline was "replica 1"."""
+
+    def alone(stage, number, call):
+        call()
+        if stage.number == 3:  # of copy 1
+            next(iter(stage.weights[number + 1].values())).data.add_(1)
+
+    monkeypatch.setattr("pipelab.runtime.session.Session.check_copies", lambda *_: None)
+    around_update(monkeypatch, alone)
+    found = run(make("chimera", 2, 2), stages(2), batches(1), F.mse_loss, SGD).check
+    assert "of copy 1 in update 0" in found.worst and "replica" not in found.worst
+
+
+def test_the_reason_of_no_check_is_its_first_line(monkeypatch):
+    """Was: the last line of the traceback, which a note or a longer message has."""
+
+    def failing(*_):
+        error = TypeError("this is why\nmore of it")
+        error.add_note("a note")
+        raise error
+
+    monkeypatch.setattr("pipelab.runtime.session.verdict_of", failing)
+    found = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD).check
+    assert "because TypeError: this is why (see check.failure)" in str(found)
+
+
+def test_within_rounding_a_check_speaks_of_float64():
+    found = Check(False, How.ROUNDING, ratio=5.0, worst="a loss")
+    assert "a loss is 5 times further from float64's than one device's." in str(found)
+    assert "furthest" not in str(Check(True, How.SUMS))
+
+
+def test_what_a_version_without_readers_costs():
+    """The check drops versions that nobody reads: else it keeps one for each update."""
+    table = make("pipedream", 3, 1, batches=20)
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        step = _Pass._step
+
+        def counted(self, *arguments):
+            yield from step(self, *arguments)
+            kept.append([len(versions) for versions in self.history])
+
+        patch.setattr(_Pass, "_step", counted)
+        assert run(table, stages(3), batches(20), F.mse_loss, SGD).check.passed
+    assert kept[10] == [3, 2, 1]
