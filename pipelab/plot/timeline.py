@@ -145,9 +145,10 @@ def _draw(
     if lit is not None:
         handles.append(Patch(color=UNLIT, label="other micro-batches"))
     style.legend(ax, handles, FONT, handlelength=1.2, columnspacing=1.2)
+    scale = points_per_unit(ax)
     for top, t in zip(tops, items.values(), strict=True):
         colours, names = _by_version(t) if by_version else _by_kind(t, lit)
-        _lanes(ax, t, top, colours, names)
+        _lanes(ax, t, top, colours, names, scale)
 
 
 def _kind_legend(items: Collection[Timeline]) -> list[Artist]:
@@ -200,11 +201,16 @@ def _version_legend(items: Collection[Timeline]) -> list[Artist]:
     return [*handles, _handle(Kind.U, items)]
 
 
-def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour], names: list[str]) -> None:
-    """The lanes of a timeline, the first one at `top`, with a box per action."""
+def _lanes(
+    ax: Axes, t: Timeline, top: int, colours: list[Colour], names: list[str], scale: float
+) -> None:
+    """The lanes of a timeline, the first one at `top`, with a box per action.
+
+    scale  points per unit of time
+    """
     for d in range(t.schedule.devices):
         idle(ax, top + d, t.makespan)
-    boxes, widths, scale = [], [], points_per_unit(ax)
+    boxes, widths = [], []
     longest, joined = 0.64 * max(map(len, names)), t.schedule.joined
     gap = 1 if names[0][:1].isalpha() else 3  # digits alone run into each other
     for i, (span, name, colour) in enumerate(zip(spans(t), names, colours, strict=True)):
