@@ -15,9 +15,14 @@ From the caller to a tensor and back, who makes what:
         v
     Worker          Message      what it sends another one by a `Transport`: an output, a gradient
         |           Outcome      of an order: losses, weights, and its Record: times and bytes
+        |
+        |-- Stage   tensors      forward, backward, update; `CountingStage` counts, a library's
+        |                        computes (torch: `weights.VersionedStage`, `stage.TorchStage`)
+        |-- Device  marks        of time, and its `Ledger`: bytes that forwards keep
         v
-    Session         Run          of the work's outcomes (`result`), with its check
-                                 by `verdict.verdict`
+    Session         Run          of the work's outcomes (`result`), with its check by
+                                 `verdict`. A Trainer asks for one only for batches that are
+                                 checked; of the others it reads the outcomes
 
 Three numberings meet here. A *table* counts micro-batches and updates from 0, also one that is cut
 out of another. The *training* counts through all of them, as do work, orders and stages: a table's

@@ -61,7 +61,7 @@ class Order:
     keep          whether to keep gradients and weights of every update, for the check
     report        whether to return a full `Outcome`, not only the losses
     state         whether to return the stages' states
-    save          where to write that to
+    save          where to write the states to; they need not be returned
     observe       of an evaluation, on the last stage: (the stage, micro-batch, output, target) ->
                   what is `Seen` of it
     """

@@ -38,8 +38,8 @@ from pipelab.table.validate import check_type, validate
 class Session(AbstractContextManager):
     """The ranks of one training or evaluation, from their first order on.
 
-    The constructor checks all arguments, and reads a checkpoint to continue from; `with` meets
-    other processes; the first `submit` starts the ranks.
+    The constructor checks options and table, and reads a checkpoint to continue from; `with` meets
+    other processes; the first `submit` reads data and starts the ranks.
 
     backend     the library's part
     done        batches that all ranks have done, or have orders to do

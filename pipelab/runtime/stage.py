@@ -272,6 +272,10 @@ class CountingStage(Stage):
         self.steps, self.updates, self.seen = [], {}, {}
 
     # ---- backwards: the same three in both backends, but for how gradients are computed
+    #
+    # The worker calls one of these. `_prepare` finds what the forward kept and the gradient to
+    # start from, `_pull` computes (torch: `_pull_graph`, `_walk`), `finish` counts and drops what
+    # is done.
 
     def backward(self, microbatch: int, received: Any) -> Any:
         """Accumulate the weights' gradients; returns the input's."""
@@ -294,7 +298,11 @@ class CountingStage(Stage):
         self.finish(microbatch, count)
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[Any, Any, float]:
-        """The values the forward kept, the gradient of its output, and what the loss counted."""
+        """The values the forward kept, the gradient of its output, and what its loss weighs.
+
+        That is what the loss counted, on torch's last stage in multiples of the order's `unit`;
+        gradients on the way back are that much larger than those of a mean.
+        """
         raise NotImplementedError
 
     def _pull(self, microbatch: int, kept: Any, gradient: Any, count: float, kind: Kind) -> Any:

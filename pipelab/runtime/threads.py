@@ -1,4 +1,4 @@
-"""The launcher of jobs in threads of this process: a worker per device.
+"""The launcher of jobs in threads of this process, one for each rank: a row, in a replica.
 
 Models and functions defined in a notebook just work.
 """

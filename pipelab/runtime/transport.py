@@ -35,8 +35,14 @@ class Transport:
     """Messages between the devices of one pipeline, and sums over its replicas: mailboxes.
 
     Payloads go by reference, between workers of one process; `wire.Wire` also sends them to other
-    processes. A key is (stage that sends, "output" or "gradient", micro-batch, stage that
-    receives); for news between stages before an update, "news" and the update's number.
+    processes. Messages, by their keys, which begin with the stage that sends:
+
+        (stage, "output", micro-batch, next stage)        after a forward
+        (stage, "gradient", micro-batch, stage before)    after B or I
+        (stage, "news", update, other stage)              after its last backward of an update, to
+                                                          those whose updates wait for it
+        (stage, "buffers", update, copy)                  then, from the first copy to the others
+        ((stage, update), replica)                        then, sums to every replica
 
     began     the run's time zero on time.perf_counter, the origin of arrivals; None if the messages
               carry them (paced)

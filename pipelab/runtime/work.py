@@ -14,6 +14,9 @@ from pipelab.table.transform import Offset, fewer
 class Work:
     """Batches of a training, and what ranks do for them.
 
+    Of a Trainer whose table of 6 batches repeats from its 5th one on, the 9th batch is Work(table,
+    begun=4, end=5, before=4): what the table does in its 5th batch, 4 batches later.
+
     whole       the table of the training
     begun       batches of the table that are done before; `end` afterwards
     before      batches of the training before the table's: see `Endless`

@@ -34,7 +34,7 @@ INDEX, LOADER = "checkpoint.json", "loader.pt"
 class Index:
     """The description of a checkpoint.
 
-    batch    batches of the table that are done
+    batch    batches of the training that are done
     seed     of the forwards' random numbers
     schedule as CSV
     digests  of the stages' files

@@ -234,6 +234,7 @@ class StageState:
             "buffers": self.buffers,
             "optimizer": self.optimizer,
             "groups": groups,
+            "others": self.others,
         }
         return {
             pytree.keystr(path): torch.as_tensor(value)

@@ -142,7 +142,7 @@ class VersionedStage(CountingStage):
         self._groups = self.optimizer.param_groups if self.optimizer else []
 
     def begin(self, stage: int, order: Order) -> None:
-        if not self.training:  # an evaluated batch leaves nothing behind
+        if not self.training:  # an evaluated batch leaves no change in buffers
             self.take_buffers(self._before)
             if order.training:
                 for part, trains in self._modes:

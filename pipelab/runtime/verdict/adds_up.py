@@ -7,7 +7,8 @@ in float32 (in float64 if the run is), and in float64 only in doubt:
     loss             at every later one, unless it is of one micro-batch
 
 Where forwards draw random numbers or change buffers, or take no other size, the undivided batch is
-another model. Then the loss alone is asked: of all outputs together, though computed in pieces.
+another model. Then the loss alone is asked, once: of all outputs together, though computed in
+pieces.
 """
 
 from collections.abc import Callable

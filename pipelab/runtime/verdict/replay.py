@@ -1,7 +1,9 @@
 """The replay: one device does a run's micro-batches again, one by one, in the same arithmetic.
 
 Same micro-batches, same random numbers, same order of sums: a pipeline only changes who computes
-when, so not one bit may differ. It shares no code with the worker, the stages or their versions.
+when, so not one bit may differ. It knows nothing of the worker, its stages and their versions. What
+both use says what was asked for: how data are cut, which seeds forwards have, how an optimizer is
+made, how a module's buffers are loaded.
 
     lane   a copy of the model, of any replica: each has its own micro-batches and sums
     stage  of one copy of the model, and detached from its neighbours, as in the run

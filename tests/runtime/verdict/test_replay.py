@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from pipelab import Kind, Schedule, evaluate, make, run
 from pipelab.runtime import transport
 from pipelab.runtime.torch import weights
+from pipelab.runtime.torch.backend import TorchBackend
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.verdict.check import Check, How
 from pipelab.runtime.verdict.verdict import _Pass
@@ -363,3 +364,37 @@ def test_what_a_version_without_readers_costs():
         patch.setattr(_Pass, "_step", counted)
         assert run(table, stages(3), batches(20), F.mse_loss, SGD).check.passed
     assert kept[10] == [3, 2, 1]
+
+
+class Counting(torch.optim.SGD):
+    """Its state_dict has a number that belongs to no weight."""
+
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        super().step(closure)
+
+    def state_dict(self):
+        return super().state_dict() | {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state.pop("count")
+        super().load_state_dict(state)
+
+
+def test_what_an_optimizer_keeps_of_no_weight_is_compared_in_the_checkpoint(tmp_path, monkeypatch):
+    """Was: a checkpoint with another number passed."""
+    arguments = make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss
+    arguments = *arguments, partial(Counting, lr=0.1)
+    assert run(*arguments, save=tmp_path / "right").check.passed
+    saved = TorchBackend.saved
+
+    def wrong(self, folder):
+        states = saved(self, folder)
+        states[1].others["count"] += 1
+        return states
+
+    monkeypatch.setattr(TorchBackend, "saved", wrong)
+    found = run(*arguments, save=tmp_path / "wrong").check
+    assert found.worst == "in the checkpoint, ['others']['count'] of stage 1"
