@@ -18,19 +18,19 @@ class Trees(NamedTuple):
     unflatten  (leaves, spec) -> tree
     host       leaf -> its numbers on the host, of any type; None if it has none here
     copy       leaf -> the same in other memory, if it is writable
-    join       arrays of samples -> one with all of them
+    join       arrays, axis -> one of all of them along it
     """
 
     flatten: Callable[[Any], tuple[Sequence[Any], Any]]
     unflatten: Callable[[Sequence[Any], Any], Any]
     host: Callable[[Any], np.ndarray | None]
     copy: Callable[[Any], Any]
-    join: Callable[[Sequence[Any]], Any]
+    join: Callable[[Sequence[Any], int], Any]
 
-    def joined(self, trees: Sequence[Any]) -> Any:
-        """Trees of arrays of samples as one; leaves without samples are the first tree's."""
+    def joined(self, trees: Sequence[Any], axis: int = 0) -> Any:
+        """Trees of arrays of samples as one; leaves without the axis are the first tree's."""
         leaves = zip(*(self.flatten(tree)[0] for tree in trees), strict=True)
-        joined = [self.join(of) if _cuttable(of[0]) else of[0] for of in leaves]
+        joined = [self.join(of, axis) if _axes(of[0]) > axis else of[0] for of in leaves]
         return self.unflatten(joined, self.flatten(trees[0])[1])
 
     def map(self, function: Callable[[Any], Any], tree: Any) -> Any:
@@ -184,8 +184,12 @@ def samples_of(piece: Any, trees: Trees) -> int:
     return next(len(leaf) for leaf in leaves if _cuttable(leaf))
 
 
+def _axes(leaf: Any) -> int:
+    return getattr(leaf, "ndim", 0)
+
+
 def _cuttable(leaf: Any) -> bool:
-    return getattr(leaf, "ndim", 0) > 0
+    return _axes(leaf) > 0
 
 
 class Data(Sequence):

@@ -36,7 +36,11 @@ def _copy(leaf: Any) -> Any:
 
 
 TREES = Trees(
-    pytree.tree_flatten, pytree.tree_unflatten, _bits, _copy, lambda parts: torch.cat([*parts])
+    pytree.tree_flatten,
+    pytree.tree_unflatten,
+    _bits,
+    _copy,
+    lambda parts, axis: torch.cat([*parts], axis),
 )
 
 

@@ -209,3 +209,16 @@ def test_a_short_batch_has_fewer_sequences():
     with Trainer(table, model(2), next_token_loss, ADAM, check=1) as trainer:
         assert all(step.check.passed for step in trainer.fit([whole, short]))
         assert trainer.evaluate([tuple(x[:1] for x in whole)]).loss > 0
+
+
+def test_an_evaluation_gives_back_whole_sequences():
+    # Was: slices were joined as if they were samples, or could not be.
+    modules, given = model(2), data(2)
+    expected = []
+    for x, _ in given:
+        for stage in modules:
+            x, _ = stage(x, ())
+        expected.append(x.detach())
+    with Trainer(SLICED[-1].part(0, 1), modules, next_token_loss, ADAM) as trainer:
+        found = trainer.evaluate(given, outputs=True).outputs
+    torch.testing.assert_close(found, expected)
