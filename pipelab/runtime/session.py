@@ -213,7 +213,8 @@ class Session(AbstractContextManager):
         The first call starts them. `fields` are of every `Order`.
         """
         schedule, options = self.schedule, self.options
-        if self.needs_data and not self.unit:
+        checks = self.launcher.first and options.check  # it computes the other ranks' stages, too
+        if (self.needs_data or checks) and not self.unit:
             whole = work.microbatches // schedule.per_sequence
             self.unit = unit_of(data, whole * options.replicas)
         orders = [

@@ -54,7 +54,7 @@ def on_two_ranks(folder, *names):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    runs = "autocast", "waiting", "checking", "unchecked", "hanging"
+    runs = "autocast", "between", "waiting", "checking", "unchecked", "hanging"
     return on_two_ranks(tmp_path_factory.mktemp("ranks"), *runs)
 
 
@@ -67,6 +67,12 @@ def test_autocast_around_a_run_on_ranks(ranks):
     assert expected.check.passed
     assert results["autocast"]["losses"] == expected.losses
     assert results["autocast"]["passed"]
+
+
+def test_a_rank_without_data_of_its_own_checks(ranks):
+    # Was: NOT CHECKED, by a division by zero.
+    results, errors = ranks
+    assert "between" in results and results["between"]["passed"], errors
 
 
 def test_a_rank_may_wait_while_others_work(ranks):

@@ -90,6 +90,15 @@ def hanging():
     return pipelab.run(*arguments, torch.optim.SGD, check=False, timeout=TIMEOUT)
 
 
+def between():
+    """The rank that checks has a stage between two of the other rank."""
+    rows = "1F0 1F1 1B1 1B0 1U0", "0F0 0F1 2F0 2F1 2B1 2B0 2U0 0B1 0B0 0U0"
+    actions = [[pipelab.Action.parse(cell) for cell in row.split()] for row in rows]
+    table = pipelab.Schedule("own", actions, (1, 0, 1), 2)
+    stages = [linear() for _ in range(3)]
+    return pipelab.run(table, stages, batches(1), F.mse_loss, torch.optim.SGD, timeout=TIMEOUT)
+
+
 def unchecked():
     arguments = (make(2, 1), [linear(), linear(OnlyInWorkers)], batches(1), F.mse_loss)
     result = pipelab.run(*arguments, torch.optim.SGD)
@@ -99,6 +108,7 @@ def unchecked():
 
 RUNS = {
     "autocast": inside,
+    "between": between,
     "waiting": waiting,
     "checking": checking,
     "hanging": hanging,
