@@ -134,7 +134,3 @@ class Backend(ABC):
     def saved_loader(self, folder: Path) -> Any:
         """The state of a data loader in a checkpoint, if there is one."""
         return None
-
-    def depends_on_cut(self) -> bool:
-        """Whether a layer normalizes over the samples that it sees."""
-        return False

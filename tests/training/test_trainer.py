@@ -472,6 +472,19 @@ def test_a_stage_that_begins_to_fail_is_seen_by_the_next_check():
     assert [check and check.passed for check in checks] == [True, None, True, None, False]
 
 
+def test_later_checks_are_of_the_modules_as_ranks_have_copied_them():
+    # Was: of what the caller has made of them meanwhile, such as for an evaluation of its own.
+    modules = dropping(3)
+    modules[1][0].requires_grad_(False)
+    with Trainer(table("1f1b"), modules, F.mse_loss, ADAM, check=1, seed=1) as trainer:
+        for step in trainer.fit(batches(2)):
+            assert step.check.passed, step.check
+            for stage, weights in zip(modules, trainer.weights, strict=True):
+                stage.load_state_dict(weights)
+                stage.eval().requires_grad_()
+            modules[2][1] = nn.Identity()
+
+
 class Hooked(nn.Linear):
     """Notes whether hooks see what autograd saves; in a worker, not in the check."""
 

@@ -4,7 +4,7 @@ import copy
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -151,6 +151,7 @@ class TorchBackend(Backend):
     def __init__(self, schedule: Schedule, stages: Sequence[nn.Module], options: Options) -> None:
         super().__init__(schedule, stages, options)
         self._shared: list[set[str]] = [set() for _ in stages]
+        self._taken: Sequence[nn.Module] = ()  # the stages when ranks copied them
         check_modes()
         check_replicas(schedule, options.replicas)
         if options.training:
@@ -247,6 +248,11 @@ class TorchBackend(Backend):
 
     def job(self, **fields: Any) -> TorchJob:
         stages = [s for s, d in enumerate(self.schedule.placement) if d == fields["row"]]
+        later = self.launcher.first and self.options.endless and self.options.check
+        if later and not self._taken:
+            # Later checks get weights and buffers from the ranks. The caller may change all else.
+            with suppress(Exception):  # the check tells what cannot be copied
+                self._taken = [*copy_modules(self.stages, empty=True)]
         return TorchJob(
             modules={s: self.stages[s] for s in stages},
             draws=self.draws,
@@ -280,8 +286,9 @@ class TorchBackend(Backend):
     ) -> TorchModel:
         table, device = self.schedule, self._checks_on
         n = table.model_stages
+        stages = ((start and self._taken) or self.stages)[:n]
         return TorchModel(
-            self.stages[:n],
+            stages,
             self.options,
             device,
             ties=self.ties,
@@ -292,7 +299,7 @@ class TorchBackend(Backend):
             repeats={kind for _, kind in kernels.values()} == {kind_of_device(device)},
             sliced=bool(table.slices),
             draws=self.draws,
-            depends_on_cut=self.depends_on_cut(),
+            depends_on_cut=any(_depends_on_cut(stage, self.options.training) for stage in stages),
         )
 
     def size(self) -> tuple[int, int]:
@@ -344,13 +351,15 @@ class TorchBackend(Backend):
                 "autocast=torch.bfloat16"
             )
 
-    def depends_on_cut(self) -> bool:
-        # BatchNorm without running averages takes the batch's own in evaluation as well.
-        return any(
-            module.training or not module.track_running_stats
-            for module in nn.ModuleList(self.stages).modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        )
+
+def _depends_on_cut(stage: nn.Module, training: bool) -> bool:
+    """Whether a layer normalizes over the samples that it sees."""
+    # BatchNorm without running averages takes the batch's own in evaluation as well.
+    return any(
+        (training and part.training) or not part.track_running_stats
+        for part in stage.modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm)
+    )
 
 
 def _on_host(module: nn.Module) -> nn.Module:

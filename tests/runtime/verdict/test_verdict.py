@@ -716,6 +716,18 @@ def test_a_loss_that_is_no_mean_is_seen_in_an_evaluation():
         assert not found.passed and NOT_A_MEAN in str(found)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_coupled_samples_are_seen_in_an_evaluation_whatever_the_callers_mode(trains):
+    # Was: passed, as the caller's BatchNorm trains, though an evaluation's does not.
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    modules = [linear(nn.BatchNorm1d(WIDTH)).train(trains), linear(Centred())]
+    found = evaluate(make("gpipe", 2, 4), modules, data(1), F.mse_loss).check
+    assert not found.passed and "couples samples" in str(found), found
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_a_loss_that_differentiates(share):
     def penalized(y, target):
