@@ -31,8 +31,6 @@ class Backend(ABC):
     start        by stage, its state in the checkpoint that training continues from, if any
     launcher     who carries out the jobs
     devices      of the rows
-    draws        whether forwards are known to draw random numbers, if `options` has a seed for
-                 them; else the first ones show it
     ties         per stage, the weights that other stages have too: name -> number of the tie
     """
 
@@ -41,7 +39,6 @@ class Backend(ABC):
     looks = False
     launcher: Launcher
     devices: Sequence[Any]
-    draws = True
 
     def __init__(self, schedule: Schedule, stages: Sequence[Any], options: Options) -> None:
         self.stages, self.options = stages, options
@@ -52,6 +49,10 @@ class Backend(ABC):
     @classmethod
     def context(cls) -> AbstractContextManager:
         """The context of all work, independent of the caller's."""
+        return nullcontext()
+
+    def turns(self, callers: bool) -> AbstractContextManager:
+        """A context in which the caller's code may draw random numbers, or else the ranks may."""
         return nullcontext()
 
     def repeatable(self) -> AbstractContextManager:

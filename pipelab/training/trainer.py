@@ -4,7 +4,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
 from math import inf
@@ -113,6 +113,7 @@ class Trainer(AbstractContextManager):
         self._updates: dict[int, dict[int, Update]] = {}  # [number][stage]
         self._new: deque[TrainedBatch] = deque()  # that `fit` has not yielded
         self._steps: dict[int, TrainedBatch] = {}  # by number, those without results
+        self._callers = ExitStack()  # while the caller's code may draw random numbers
         self._interrupted = False  # while a result was waited for
         self._times: dict[int, float] = {}  # of batches, when they were read
         self._last = 0.0  # when the latest batch was through
@@ -120,9 +121,11 @@ class Trainer(AbstractContextManager):
 
     def __enter__(self) -> "Trainer":
         self._session.__enter__()
+        self._callers.enter_context(self._session.backend.turns(callers=True))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._callers.close()  # ranks that wait for it can end
         try:
             if not error and not self._session.failure:
                 self._finish("the end")
@@ -151,6 +154,10 @@ class Trainer(AbstractContextManager):
         yielded; the next one is read when the loop goes on. Reading that batch's loss waits for it,
         as a GPU's `loss.item()` does. Without a flush that empties the pipeline. So at full speed
         read it a few steps later, or `if step.known`.
+
+        The loop and the loader may draw random numbers from torch's generator. So may forwards, in
+        threads of this process (dropout, or any with `seed`): these wait meanwhile, so a slow
+        loader should then read in processes of its own (a DataLoader's num_workers).
 
         A batch with fewer samples than micro-batches is cut into fewer, with an empty pipeline
         before and after it. If the schedule updates within a batch, it is skipped with a warning.
@@ -340,10 +347,6 @@ class Trainer(AbstractContextManager):
         session.done += 1
         self._begin_step()
         self._under_way.append(data)
-        if number == self._first and not (session.backend.draws or endless.ahead):
-            # The first forwards show whether they draw random numbers: the next batch, whose
-            # reading may draw some from the same generator, is read after them.
-            self._collect()
 
     def _begin_step(self) -> None:
         step = TrainedBatch(self.number, self._wait_for)
@@ -476,7 +479,8 @@ class Trainer(AbstractContextManager):
             raise RunError(f"this training has ended: {self._session.failure}")
         if not later:
             self._heed()
-        with Noted(once=True) as interrupts, self._session.backend.context():
+        backend = self._session.backend
+        with Noted(once=True) as interrupts, backend.context(), backend.turns(callers=False):
             try:
                 yield
                 if interrupts.seen and not later:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 from functools import partial
 
 import pytest
@@ -262,24 +263,46 @@ def test_only_what_draws_takes_turns(monkeypatch):
     assert len(turns) == 4 + 2  # the others' first forwards show that they draw nothing
 
 
-def test_the_next_batch_is_read_after_the_first_forwards():
-    """They draw from the caller's generator, to see whether it is drawn from."""
-    noted = []
+class Meeting(nn.Module):
+    """Lets the caller draw between its seed and its draw, if it may."""
 
-    class Noting(nn.Linear):
-        def forward(self, x):
-            noted.append("forward")
-            return super().forward(x)
+    seeded, drawn = threading.Event(), threading.Event()
 
-    def reading():
-        for batch in batches(3):
-            noted.append("read")
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        self.drawn.clear()
+        self.seeded.set()
+        self.drawn.wait(0.02)
+        self.seeded.clear()
+        return F.dropout(x, self.rate)
+
+
+@pytest.mark.parametrize(("rate", "seed"), [(0.5, 1), (0.5, None), (0.0, None)])
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_the_caller_and_the_forwards_draw_by_themselves(name, rate, seed):
+    # Was: both drew from one generator at the same time: other data, another dropout.
+    modules = [nn.Sequential(*stages(1), Meeting(rate)), *stages(1)]
+
+    def reading(count):
+        for _ in range(count):
+            Meeting.seeded.wait(0.02)
+            batch = torch.randn(2, 8, 6, dtype=torch.float64).unbind()
+            Meeting.drawn.set()
             yield batch
 
-    modules = [Noting(6, 6, dtype=torch.float64) for _ in range(2)]
-    with Trainer(make("gpipe", 2, 2), modules, F.mse_loss, SGD, check=False) as trainer:
-        list(trainer.fit(reading()))
-    assert noted[:6] == ["read", *["forward"] * 4, "read"]
+    torch.manual_seed(1)
+    plain = [(*batch, torch.rand(1)) for batch in reading(4)]
+    schedule = partial(make, name, 2, 2)
+    torch.manual_seed(1)
+    data, given = [batch[:2] for batch in plain], (F.mse_loss, SGD)
+    whole = run(schedule(batches=4), modules, data, *given, seed=seed, check=False)
+    with Trainer(schedule(), modules, *given, seed=seed, check=False) as trainer:
+        steps = [(step, torch.rand(1)) for step in trainer.fit(reading(4))]
+    assert [draw for _, draw in steps] == [draw for *_, draw in plain]
+    assert [step.loss for step, _ in steps] == whole.losses
 
 
 def test_a_generator_of_its_own_cannot_be_drawn_from_again():

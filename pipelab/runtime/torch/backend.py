@@ -40,7 +40,7 @@ from pipelab.runtime.torch.checks import (
 )
 from pipelab.runtime.torch.copies import copy_modules
 from pipelab.runtime.torch.cuda import torch_device
-from pipelab.runtime.torch.device import CpuDevice, check_modes, kind_of_device
+from pipelab.runtime.torch.device import CpuDevice, Turns, check_modes, kind_of_device
 from pipelab.runtime.torch.names import device_names, find_device
 from pipelab.runtime.torch.optimizers import make_optimizer
 from pipelab.runtime.torch.reach import check_registered
@@ -71,6 +71,7 @@ class TorchJob(Job):
     start    by stage, the state to continue from
     names    by stage, the names of its weights in the model
     shared   by stage, its buffers that other stages have, too
+    turns    of all jobs of this process
     """
 
     modules: dict[int, nn.Module]
@@ -80,6 +81,7 @@ class TorchJob(Job):
     start: Mapping[int, StageState]
     names: Mapping[int, Mapping[str, str]]
     shared: Mapping[int, Collection[str]] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)
 
     def __getstate__(self) -> dict[str, Any]:
         """Its fields for another process, which else would open the caller's GPU beside its own."""
@@ -89,7 +91,9 @@ class TorchJob(Job):
         row, overlapped = self.schedule.rows[self.row], self.schedule.overlapped
         pairs = [(a, b) for a, b in pairwise(row) if b in overlapped and b.kind not in HOST]
         apart = any(a.stage != b.stage for a, b in pairs)
-        return torch_device(self.device, self.rank, {a.stage for a in row} if apart else ())
+        device = torch_device(self.device, self.rank, {a.stage for a in row} if apart else ())
+        device.turns = self.turns
+        return device
 
     def stages(self, device: CpuDevice) -> dict[int, TorchStage]:
         stages = {}
@@ -143,7 +147,10 @@ class TorchJob(Job):
 
 
 class TorchBackend(Backend):
-    """Torch modules in threads, processes or ranks of a cluster; with checkpoints."""
+    """Torch modules in threads, processes or ranks of a cluster; with checkpoints.
+
+    draws  whether forwards are known to draw random numbers; else the first ones show it
+    """
 
     trees = TREES
     index = Index.read
@@ -151,6 +158,7 @@ class TorchBackend(Backend):
     def __init__(self, schedule: Schedule, stages: Sequence[nn.Module], options: Options) -> None:
         super().__init__(schedule, stages, options)
         self._shared: list[set[str]] = [set() for _ in stages]
+        self._turns = Turns()
         self._taken: Sequence[nn.Module] = ()  # the stages when ranks copied them
         check_modes()
         check_replicas(schedule, options.replicas)
@@ -218,6 +226,9 @@ class TorchBackend(Backend):
     def context(cls) -> AbstractContextManager:
         return torch.inference_mode(False)  # copies made in it could not be trained
 
+    def turns(self, callers: bool) -> AbstractContextManager:
+        return self._turns.given(callers)
+
     def repeatable(self) -> AbstractContextManager:
         return repeatable() if self._checks_on.type == "cuda" else nullcontext()
 
@@ -260,6 +271,7 @@ class TorchBackend(Backend):
             start={s: self.start[s] for s in stages if self.start},
             names={s: self._names[s] for s in stages},
             shared={s: self._shared[s] for s in stages},
+            turns=self._turns,
             **fields,
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from threading import RLock
+from threading import Condition, RLock
 from typing import Any
 
 import torch
@@ -25,6 +25,45 @@ NO_CONTEXT = nullcontext()  # of an action that needs none
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
 
+class Turns:
+    """Turns at torch's generator, for a training's ranks in this process and its caller's code.
+
+    known  by stage and mode, whether forwards draw, as far as known. If one does, all backwards
+           take turns, too: a torch.utils.checkpoint in any of them sets the generator to the state
+           that its forward had, and restores it
+    """
+
+    def __init__(self) -> None:
+        self.known: list[dict[bool, bool]] = []
+        self._callers, self._passed = False, Condition()
+
+    def __reduce__(self) -> tuple[type["Turns"], tuple[()]]:
+        return Turns, ()  # another process has a generator of its own
+
+    @contextmanager
+    def given(self, callers: bool) -> Iterator[None]:
+        """The caller's code may draw, and ranks wait; or the other way round."""
+        before = self._callers
+        self._give(callers)
+        try:
+            yield
+        finally:
+            self._give(before)
+
+    def _give(self, callers: bool) -> None:
+        self._callers = callers
+        with self._passed:  # a rank may be drawing
+            self._passed.notify_all()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """A rank's turn."""
+        with self._passed:
+            self._passed.wait_for(lambda: not self._callers)
+            with DRAWING:
+                yield
+
+
 class CpuDevice(Device):
     """The CPU."""
 
@@ -36,6 +75,7 @@ class CpuDevice(Device):
         default = torch.get_default_device()
         self._default = device if default.type == device.type else default
         self._second: ThreadPoolExecutor | None = None
+        self.turns = Turns()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -141,13 +181,14 @@ class CpuDevice(Device):
     @contextmanager
     def _drawing(self, seed: int, mixed: AbstractContextManager) -> Iterator[Callable[[], bool]]:
         cuda = [self.device] if self.device.type == "cuda" else []
-        with DRAWING, torch.random.fork_rng(cuda), mixed:
+        with self.turns.taken(), torch.random.fork_rng(cuda), mixed:
             draw_from(seed, self.device)
             yield partial(drew_from, seed, self.device)
 
-    def backward_context(self, draws: bool) -> AbstractContextManager:
+    def backward_context(self) -> AbstractContextManager:
         """The context of a backward: torch.utils.checkpoint draws in it what its forward drew."""
-        return DRAWING if draws else NO_CONTEXT
+        draw = any(modes.get(True, True) for modes in self.turns.known)
+        return self.turns.taken() if draw else NO_CONTEXT
 
 
 def kind_of_device(device: torch.device) -> str:

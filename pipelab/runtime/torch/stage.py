@@ -246,7 +246,7 @@ class TorchStage(VersionedStage):
         # Whichever version this is, its backward adds to the one sum, in place.
         self._sum_in(self.weights[self.fed[microbatch].version])
         pull = self._pull_graph if count or self.slices > 1 else self._pull_nothing
-        with self.device.backward_context(self.known_to_draw.get(True, False)):
+        with self.device.backward_context():
             of_leaves = pull(microbatch, kept, gradients, count, kind)
         if kind is Kind.W or not kept.past:
             return of_leaves

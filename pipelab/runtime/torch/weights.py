@@ -100,6 +100,7 @@ class VersionedStage(CountingStage):
         self._away: dict[int, Offloaded] = {}  # by micro-batch
         self._owed: dict[int, list[Tensor | None]] = {}  # by slice, the gradients of that
         self.known_to_draw = {True: True} if draws else {}
+        device.turns.known.append(self.known_to_draw)
         self.weights = {0: _summed_wide(dict(module.named_parameters()))}
         # Where each weight stands in the module; in several places if layers share it.
         names_of = {id(p): name for name, p in self.weights[0].items()}

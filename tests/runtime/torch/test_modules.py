@@ -1,6 +1,7 @@
 """Modules train as without a pipeline: with their modes, hooks, buffers, checkpoints."""
 
 import copy
+import threading
 import time
 from functools import partial
 
@@ -119,6 +120,37 @@ def test_a_checkpoint_with_dropout_draws_alone(drop, seed):
     assert expected.check.passed
     assert result.check.passed, result.check
     assert result.losses == expected.losses
+
+
+class Between(nn.Module):
+    """A stage that has seeded its draw, or computes again, while the other does its part."""
+
+    seeded = threading.Event()
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        if self.rate:
+            self.seeded.set()
+            time.sleep(0.01)
+            self.seeded.clear()
+        elif torch._C._current_graph_task_id() != -1:
+            self.seeded.wait(0.02)
+        return F.dropout(x, self.rate)
+
+
+def test_a_checkpoint_that_draws_nothing_leaves_others_draws_alone():
+    # Was: it restored the process's generator between another stage's seed and its draw.
+    first, second = (
+        nn.Sequential(Between(rate), *m) for m, rate in zip(stages(2), (0.0, 0.4), strict=True)
+    )
+    modules, given = wrapped(Checkpointed, [first, second], [0]), (batches(1), F.mse_loss, SGD)
+    before = torch.get_rng_state()
+    result = run(make("pipedream_flush", 2, 4), modules, *given)
+    assert result.check.passed, result.check
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---- layers that the caller has put in evaluation mode
