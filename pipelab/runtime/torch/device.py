@@ -2,11 +2,13 @@
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from threading import Condition, RLock
+from queue import SimpleQueue
+from threading import Condition, RLock, Thread
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -74,7 +76,7 @@ class CpuDevice(Device):
         # The default device is a thread's: this is made in the caller's, for the worker's.
         default = torch.get_default_device()
         self._default = device if default.type == device.type else default
-        self._second: ThreadPoolExecutor | None = None
+        self._second: SimpleQueue[Any] | None = None  # work for it, with its results to be
         self.turns = Turns()
 
     @contextmanager
@@ -120,8 +122,13 @@ class CpuDevice(Device):
                 return work()
 
         if self._second is None:
-            self._second = ThreadPoolExecutor(1)
-        return self._second.submit(inside).result
+            self._second = SimpleQueue()
+            # Not an executor, which keeps a process from ending while its thread hangs.
+            Thread(target=_do, args=(self._second,), daemon=True).start()
+            finalize(self, self._second.put, None)
+        result = Future[Any]()
+        self._second.put((inside, result))
+        return result.result
 
     def _copy_context(self, tensor: Tensor) -> AbstractContextManager:
         """The context of a tensor's copy to the CPU: from a GPU not behind the caller's kernels."""
@@ -189,6 +196,17 @@ class CpuDevice(Device):
         """The context of a backward: torch.utils.checkpoint draws in it what its forward drew."""
         draw = any(modes.get(True, True) for modes in self.turns.known)
         return self.turns.taken() if draw else NO_CONTEXT
+
+
+def _do(given: SimpleQueue[Any]) -> None:
+    """The work of a second thread; None ends it."""
+    while entry := given.get():
+        work, result = entry
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+        del entry, work, result  # they refer to the device
 
 
 def kind_of_device(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """Forwards and backwards that overlap: side by side for real, and every gradient checked."""
 
+import gc
 import threading
 import time
 from dataclasses import replace
@@ -89,6 +90,25 @@ def test_they_are_computed_at_the_same_time():
     data = [(torch.randn(6, 8), torch.randn(6, 8))]
     done = run(table, model, data, F.mse_loss, SGD, backend="threads", check=False)
     assert not barrier.broken and done.losses
+
+
+def test_threads_neither_keep_the_process_nor_stay():
+    # Was: Python waited at its end for the second one, which may hang.
+    found = set()
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            found.add(threading.current_thread())
+            return super().forward(x)
+
+    table = make("dualpipe_v", 2, 6).overlap()
+    modules = [Noting(6, 6).double() for _ in range(table.stages)]
+    run(table, modules, batches(1), F.mse_loss, SGD, check=False)
+    assert len(found) == 4 and all(thread.daemon for thread in found)
+    gc.collect()
+    for thread in found:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in found)
 
 
 def test_a_failing_one_names_its_action():
