@@ -272,27 +272,20 @@ class Trainer(AbstractContextManager):
 
     def _train_on_next(self, iterator: Iterator[Any]) -> bool:
         """Read a batch and put it under way, unless it is too short; False if there is none."""
-        batch_read = self._next(iterator, "fit")
-        if batch_read and not self._is_too_short(batch_read[1]):
-            with self._whole():
-                # One batch more than the pipeline needs is under way.
-                while len(self._under_way) > 1 + self._endless.ahead:
-                    self._collect()
-                self._train_on(*batch_read)
+        self._read_next(iterator)
+        with self._session.backend.turns(callers=False):  # once for all that follows
+            batch_read = self._next(iterator, "fit")
+            if batch_read and not self._is_too_short(batch_read[1]):
+                with self._whole():
+                    # One batch more than the pipeline needs is under way.
+                    while len(self._under_way) > 1 + self._endless.ahead:
+                        self._collect()
+                    self._train_on(*batch_read)
         return batch_read is not None
 
     def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int] | None:
         """The next batch, None where it is not needed here, and its micro-batches; or None."""
-        session = self._session
-        self._heed()
-        session.backend.check_caller()
-        looks = session.backend.looks and not session.started
-        if id(iterator) in self._read:  # an interrupt came before it was trained on
-            _, batch = self._read[id(iterator)]
-        else:
-            needed = session.launcher.first or session.needs_data or looks
-            batch = next(iterator, END) if needed else None
-        self._read[id(iterator)] = iterator, batch
+        batch = self._read_next(iterator)
         with self._whole():
             # What process 0 sees counts: others may not read it.
             known = None if batch is END else self._pieces(batch)
@@ -306,6 +299,17 @@ class Trainer(AbstractContextManager):
                 "same batches"
             )
         return batch, pieces
+
+    def _read_next(self, iterator: Iterator[Any]) -> Any:
+        """The next batch, once until it is trained on."""
+        session = self._session
+        self._heed()
+        session.backend.check_caller()
+        looks = session.backend.looks and not session.started
+        if id(iterator) not in self._read:  # else an interrupt came before it was trained on
+            needed = session.launcher.first or session.needs_data or looks
+            self._read[id(iterator)] = iterator, next(iterator, END) if needed else None
+        return self._read[id(iterator)][1]
 
     def _pieces(self, batch: Any) -> int:
         """How many micro-batches of a replica it has samples for, up to the table's."""

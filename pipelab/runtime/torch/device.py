@@ -53,9 +53,10 @@ class Turns:
             self._give(before)
 
     def _give(self, callers: bool) -> None:
-        self._callers = callers
-        with self._passed:  # a rank may be drawing
-            self._passed.notify_all()
+        if self._callers != callers:
+            self._callers = callers
+            with self._passed:  # a rank may be drawing
+                self._passed.notify_all()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
