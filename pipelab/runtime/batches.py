@@ -27,8 +27,15 @@ class Trees(NamedTuple):
     copy: Callable[[Any], Any]
     join: Callable[[Sequence[Any], int], Any]
 
-    def joined(self, trees: Sequence[Any], axis: int = 0) -> Any:
-        """Trees of arrays of samples as one; leaves without the axis are the first tree's."""
+    def joined(self, trees: Sequence[Any], slices: int = 1) -> Any:
+        """Trees of arrays of samples as one; so many in a row are slices of the same sequences."""
+        if slices > 1:
+            starts = range(0, len(trees), slices)
+            trees = [self._along(1, trees[start : start + slices]) for start in starts]
+        return self._along(0, trees)
+
+    def _along(self, axis: int, trees: Sequence[Any]) -> Any:
+        """Trees of arrays as one; leaves without the axis are the first tree's."""
         leaves = zip(*(self.flatten(tree)[0] for tree in trees), strict=True)
         joined = [self.join(of, axis) if _axes(of[0]) > axis else of[0] for of in leaves]
         return self.unflatten(joined, self.flatten(trees[0])[1])

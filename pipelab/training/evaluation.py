@@ -72,11 +72,7 @@ class Evaluation(list):
                 self._metrics.setdefault(name, []).extend(_shares([value], times))
         outputs = [output for _, output in run.seen if output is not None]
         if outputs:
-            slices = run.timeline.schedule.per_sequence
-            if slices > 1:  # of sequences, along their positions
-                pieces = [outputs[i : i + slices] for i in range(0, len(outputs), slices)]
-                outputs = [trees.joined(piece, axis=1) for piece in pieces]
-            whole = trees.joined(outputs)
+            whole = trees.joined(outputs, run.timeline.schedule.per_sequence)
             once = trees.map(lambda leaf: leaf[::times] if times > 1 else leaf, whole)
             self.outputs.append(once)
 

@@ -157,7 +157,7 @@ class Batch:
         library = self.model.library(precision)
         library.outputs = []
         total = self._replay(library, update._replace(order=[]), self.model.ties)
-        return _share_of_loss(library.joined_loss(), total)
+        return _share_of_loss(library.joined_loss(self.table.per_sequence), total)
 
     def _replay(self, library: Library, update: Update, ties) -> Total:
         total = replay(self.model, library, self._placed(library, update), self.run.unit, ties)

@@ -134,10 +134,10 @@ class Library(ABC):
         """Whether forwards have changed a buffer, or a number that a module keeps."""
         return False
 
-    def joined_loss(self) -> float:
-        """The loss of all `outputs` together."""
+    def joined_loss(self, slices: int) -> float:
+        """The loss of all `outputs` together, of so many slices each sequence."""
         with self.active():
-            loss = self.options.loss(*self.trees.joined(self.outputs))
+            loss = self.options.loss(*self.trees.joined(self.outputs, slices))
             return float(loss[0] if isinstance(loss, tuple) else loss)
 
 

@@ -222,3 +222,31 @@ def test_an_evaluation_gives_back_whole_sequences():
     with Trainer(SLICED[-1].part(0, 1), modules, next_token_loss, ADAM) as trainer:
         found = trainer.evaluate(given, outputs=True).outputs
     torch.testing.assert_close(found, expected)
+
+
+class Counted(Sliced):
+    """A stage that changes a buffer, so that the undivided batch would be another model."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, *given):
+        self.seen += 1
+        return super().forward(*given)
+
+
+def test_a_loss_that_is_no_mean_fails_where_outputs_alone_can_be_asked():
+    """Was: outputs of slices were joined as samples, so of unequal ones nothing was asked."""
+    table = replace(make("seq1f1b", 2, 2, slices=3), slices=(6, 4, 2))
+    torch.manual_seed(0)
+    layers = split(gpt2(vocabulary=50, length=16, width=16, blocks=2, heads=2), [2, 2])
+    stages = [Counted(*stage).double() for stage in layers]
+
+    def summed(output, target):
+        return next_token_loss(output, target) * len(target)
+
+    right = run(table, stages, data(1), next_token_loss, ADAM).check
+    assert right.passed and "the undivided batch (forwards draw" in str(right), right
+    wrong = run(table, stages, data(1), summed, ADAM).check
+    assert "The loss is not a mean over the samples" in str(wrong)
