@@ -79,9 +79,11 @@ class Inputs:
 
 
 def _form(x: Any) -> tuple[Any, list[Any]]:
-    leaves, spec = ([x], None) if isinstance(x, Tensor) else pytree.tree_flatten(x)
+    if isinstance(x, Tensor):
+        return 0, [Tensor]
+    leaves, spec = pytree.tree_flatten(x)
     plain = [leaf if leaf is None or isinstance(leaf, PLAIN) else type(leaf) for leaf in leaves]
-    return pytree.tree_unflatten(range(len(leaves)), spec) if spec else 0, [
+    return pytree.tree_unflatten(range(len(leaves)), spec), [
         Tensor if isinstance(leaf, Tensor) else of for leaf, of in zip(leaves, plain, strict=True)
     ]
 

@@ -52,7 +52,7 @@ class Backend(ABC):
         return nullcontext()
 
     def turns(self, callers: bool) -> AbstractContextManager:
-        """A context in which the caller's code may draw random numbers, or else the ranks may."""
+        """A context in which the caller's code may draw random numbers; if not `callers`, ranks."""
         return nullcontext()
 
     def repeatable(self) -> AbstractContextManager:

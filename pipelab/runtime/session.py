@@ -140,8 +140,9 @@ class Session(AbstractContextManager):
                 # [3] check what came of it
                 if check:
                     # One process has all weights and steps; the others wait here for its verdict.
-                    told = partial(self._verdict, work, data, result, outcomes, start, save, untold)
-                    result.check = self.launcher.from_first(told, "the check")
+                    of = work, data, result, outcomes, start, save, untold
+                    verdict = partial(self._verdict, *of)
+                    result.check = self.launcher.from_first(verdict, "the check")
             except BaseException as error:  # an interrupt of the check, too
                 if result:
                     error.run = result  # type: ignore[attr-defined]
@@ -217,14 +218,15 @@ class Session(AbstractContextManager):
         if (self.needs_data or checks) and not self.unit:
             whole = work.microbatches // schedule.per_sequence
             self.unit = unit_of(data, whole * options.replicas)
+        rows, overlapped, later = work.rows, work.overlapped, work.read_later()
         orders = [
             Order(
-                actions=work.rows[row],
-                overlapped=work.overlapped,
+                actions=rows[row],
+                overlapped=overlapped,
                 microbatches=microbatches_of(
                     schedule, work, data, row, replica=replica, options=options
                 ),
-                later=work.read_later(),
+                later=later,
                 unit=self.unit,
                 paces=paces[row] if paces else None,
                 **fields,

@@ -24,6 +24,7 @@ from pipelab.runtime.work import Work
 from pipelab.runtime.worker import RunError, told
 from pipelab.show.interrupt import Noted
 from pipelab.table.schedule import Schedule
+from pipelab.table.validate import check_type
 from pipelab.training.endless import Endless
 from pipelab.training.evaluation import Evaluation, Observe
 from pipelab.training.progress import say, showing, shown_late
@@ -80,6 +81,7 @@ class Trainer(AbstractContextManager):
         resume: str | Path | None = None,
         timeout: float = 60.0,
     ) -> None:
+        check_type(Schedule, schedule=schedule)
         every = type(check) is int and check > 0
         if not (check == "first" or isinstance(check, bool) or every):
             raise ValueError(f"check={check!r}: give 'first', a number of batches, or a bool")
@@ -125,8 +127,8 @@ class Trainer(AbstractContextManager):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._callers.close()  # ranks that wait for it can end
         try:
+            self._callers.close()  # ranks that wait for it can end
             if not error and not self._session.failure:
                 self._finish("the end")
                 self._session.launcher.share(None, "the end", early=True)
@@ -155,9 +157,10 @@ class Trainer(AbstractContextManager):
         as a GPU's `loss.item()` does. Without a flush that empties the pipeline. So at full speed
         read it a few steps later, or `if step.known`.
 
-        The loop and the loader may draw random numbers from torch's generator. So may forwards, in
-        threads of this process (dropout, or any with `seed`): these wait meanwhile, so a slow
-        loader should then read in processes of its own (a DataLoader's num_workers).
+        Your loop and your loader may draw from torch's generator. Forwards that draw, too (dropout,
+        or any with `seed`), in threads of this process, wait until your code is done. So let a slow
+        loader read in other processes (num_workers), not in a thread, and do not wait in the loop
+        for a forward, but by a step's results.
 
         A batch with fewer samples than micro-batches is cut into fewer, with an empty pipeline
         before and after it. If the schedule updates within a batch, it is skipped with a warning.
@@ -301,7 +304,7 @@ class Trainer(AbstractContextManager):
         return batch, pieces
 
     def _read_next(self, iterator: Iterator[Any]) -> Any:
-        """The next batch, once until it is trained on."""
+        """The next batch; the same one again until it is trained on."""
         session = self._session
         self._heed()
         session.backend.check_caller()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from pipelab import Recompute, RunError, evaluate, make, run
+from pipelab import Recompute, RunError, Trainer, evaluate, make, run
 from tests.conftest import Wrapping
 from tests.support import SGD, Failing, batches, explode, stages
 
@@ -387,6 +387,11 @@ def test_an_option_of_another_kind_is_refused_at_once(name, value, remedy):
 
 
 def test_a_schedules_name_is_no_schedule():
-    for call, more in ((run, (SGD,)), (evaluate, ())):
+    given = stages(2), batches(1), F.mse_loss
+    for call in (
+        lambda: run("gpipe", *given, SGD),
+        lambda: evaluate("gpipe", *given),
+        lambda: Trainer("gpipe", given[0], F.mse_loss, SGD),
+    ):
         with pytest.raises(ValueError, match="schedule is a str: give a Schedule"):
-            call("gpipe", stages(2), batches(1), F.mse_loss, *more)
+            call()

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
-from threading import Condition, RLock, Thread
+from threading import Condition, RLock, Thread, get_ident
 from typing import Any
 from weakref import finalize
 
@@ -30,14 +30,16 @@ DRAWING = RLock()  # torch has one generator a device, whichever run draws from 
 class Turns:
     """Turns at torch's generator, for a training's ranks in this process and its caller's code.
 
-    known  by stage and mode, whether forwards draw, as far as known. If one does, all backwards
-           take turns, too: a torch.utils.checkpoint in any of them sets the generator to the state
-           that its forward had, and restores it
+    known  a stage each: whether its forwards draw when it trains (True) or evaluates (False), as
+           far as known. If one draws, all backwards take turns, too: a torch.utils.checkpoint in
+           any of them sets the generator to the state that its forward had, and restores it
     """
 
     def __init__(self) -> None:
         self.known: list[dict[bool, bool]] = []
-        self._callers, self._passed = False, Condition()
+        self._passed = Condition()
+        self._lent = 1  # ranks may draw while this is positive: calls of a Trainer may be nested
+        self._drawing = 0  # the thread that draws
 
     def __reduce__(self) -> tuple[type["Turns"], tuple[()]]:
         return Turns, ()  # another process has a generator of its own
@@ -45,26 +47,34 @@ class Turns:
     @contextmanager
     def given(self, callers: bool) -> Iterator[None]:
         """The caller's code may draw, and ranks wait; or the other way round."""
-        before = self._callers
-        self._give(callers)
+        self._lend(-1 if callers else 1)
         try:
             yield
         finally:
-            self._give(before)
+            self._lend(1 if callers else -1)
 
-    def _give(self, callers: bool) -> None:
-        if self._callers != callers:
-            self._callers = callers
-            with self._passed:  # a rank may be drawing
-                self._passed.notify_all()
+    def _lend(self, more: int) -> None:
+        with self._passed:
+            self._lent += more
+            self._passed.notify_all()
+            self._passed.wait_for(lambda: self._lent > 0 or not self._drawing)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """A rank's turn."""
+        me = get_ident()
         with self._passed:
-            self._passed.wait_for(lambda: not self._callers)
+            self._passed.wait_for(
+                lambda: self._drawing == me or (self._lent > 0 and not self._drawing)
+            )
+            before, self._drawing = self._drawing, me
+        try:
             with DRAWING:
                 yield
+        finally:
+            with self._passed:
+                self._drawing = before
+                self._passed.notify_all()
 
 
 class CpuDevice(Device):

@@ -59,7 +59,8 @@ class VersionedStage(CountingStage):
     start   what to continue from
     names   of its weights in the model: see `weight_names.names_in`
     draws   whether forwards in training are known to draw random numbers. The first one of a mode
-            that is not known to shows it. Only stages that draw must take turns
+            that is not known to shows it. Forwards that draw take turns, and if any stage's do,
+            so do all backwards
     total   the gradient of the next update so far, by weight, of any versions; it stands in the
             `grad` of those of one version, where backwards add to it
 
@@ -166,7 +167,9 @@ class VersionedStage(CountingStage):
         self.weights = {
             v: _summed_wide(
                 {
-                    name: _parameter(t.to(self.device.device, copy=True), parameters[name])
+                    name: _parameter(t.to(self.device.device, copy=True), p)
+                    if (p := parameters[name]).requires_grad
+                    else p  # the same in all versions
                     for name, t in of_version.items()
                 }
             )
@@ -218,7 +221,8 @@ class VersionedStage(CountingStage):
         if self.read_later(number):
             for name in self._trained:  # frozen ones are the same in all versions
                 self._handles[name].data = self._handles[name].data.clone()
-            new = {n: _parameter(h.data, h) for n, h in self._handles.items() if h.requires_grad}
+            handles = {name: self._handles[name] for name in self._trained}
+            new = {name: _parameter(h.data, h) for name, h in handles.items()}
             self.weights[number + 1] = _summed_wide(latest | new)
             self._note_constants()
         else:
@@ -365,7 +369,7 @@ class VersionedStage(CountingStage):
         return {
             name: TREES.digest(p)
             for name, p in self.weights[self.latest].items()
-            if name not in self._trained and not differ(originals[name], p)
+            if name not in self._trained and name in originals and not differ(originals[name], p)
         }
 
     def digests(self) -> dict[str, str]:

@@ -75,14 +75,14 @@ class Batch:
                 self._ask(update, lambda precision: self._whole(update, total, precision))
             except Exception as error:  # a layer may insist on a size, say
                 self._not_undivided(f"{type(error).__name__}: {error}".partition("\n")[0])
-        if self.first and not self.undivided:
+        if self.first and not self.undivided and not self.alone:
             with suppress(Exception):  # outputs that cannot be joined, say
                 self._ask(update, lambda precision: self._together(update, precision))
         self.first, self.asks = False, not self.alone
 
     def _not_undivided(self, why: str) -> None:
         self.undivided = False
-        self.unjudged.append(f"the undivided batch ({why})")
+        self.unjudged.append(f"the {'uncut model' if self.alone else 'undivided batch'} ({why})")
 
     def _ask(self, update: Update, share_in: Callable[[str], float]) -> None:
         """Compare in float32, and in doubt in float64."""
@@ -108,6 +108,11 @@ class Batch:
             )
         elif abs(share_in(precision) - share) > max(self.model.noise, 1e-3) * share:
             reason = differs_from_itself("the loss")
+        elif self.alone:
+            reason = (
+                "The stages compute something else than the model in one piece: does a forward ask "
+                "whether its input requires_grad, or hand on anything but its output?"
+            )
         else:
             where = self._coupled(update, precision) if self.undivided else ""
             reason = (where or "The loss is not a mean over the samples.") + ANOTHER

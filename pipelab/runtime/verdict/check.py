@@ -8,7 +8,7 @@ import numpy as np
 
 from pipelab.runtime.verdict.compare import LIMIT
 
-FRAME = re.compile(r"^  File .*\n(?:    .*\n)*", re.M)  # of a traceback
+FRAME = re.compile(r"^  (?:File .*\n(?:    .*\n)*|\[Previous .*\n)", re.M)  # of a traceback
 
 
 class How(StrEnum):

@@ -174,14 +174,13 @@ class _Pass:
         """Compare all that there is."""
         table, run = self.table, self.run
         with Bar("check", table.total * run.options.replicas, DELAY) as bar:
-            orders = added(table) if table.training else []
+            orders = added(table) if table.training else [[]] * table.batches
             for i, pieces in enumerate(run.pieces(self.reading, self.model.trees)):
-                order = orders[i] if table.training else []
                 totals = [
                     replay(
                         self.model,
                         one,
-                        Update(i, pieces, placed, order),
+                        Update(i, pieces, placed, orders[i]),
                         run.unit,
                         self.model.ties,
                         sized=self.how is How.SUMS,
@@ -189,7 +188,7 @@ class _Pass:
                     for one, placed in zip(self.libraries, self.placed, strict=True)
                 ]
                 yield from self._losses(pieces, totals)
-                update = Update(i, pieces, self.history, order)
+                update = Update(i, pieces, self.history, orders[i])
                 self.batch.look_at(update, totals[0], self.libraries[0])
                 if table.training:
                     steps = [of_stage[i] for of_stage in run.steps[0]]

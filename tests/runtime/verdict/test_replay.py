@@ -307,6 +307,20 @@ def test_a_cut_that_changes_the_model_fails_with_any_number_of_micro_batches(tab
     assert run(table, stages(2), batches(table.batches), F.mse_loss, SGD).check.passed
 
 
+class Doubled(nn.Linear):
+    """A pipeline computes another number than the model in one piece."""
+
+    def forward(self, x):
+        return super().forward(x) * (2 if x.requires_grad else 1)
+
+
+def test_a_single_micro_batch_is_not_told_that_it_is_divided():
+    frozen = nn.Linear(6, 6, dtype=torch.float64).requires_grad_(False)
+    cut = [frozen, Doubled(6, 6, dtype=torch.float64)]
+    found = run(make("gpipe", 2, 1), cut, batches(1), F.mse_loss, SGD).check
+    assert "The stages compute something else than the model in one piece" in str(found)
+
+
 def test_an_interrupted_check_does_not_lose_the_run(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
