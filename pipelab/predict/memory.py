@@ -185,7 +185,10 @@ def _gradients(s: Schedule, costs: Costs, moments: _Moments) -> Held:
 
 
 def _versions(s: Schedule, costs: Costs, moments: _Moments) -> Held:
-    """Versions that outlive the next one; else the update works in place."""
+    """Versions that outlive the next one; else the update works in place.
+
+    Of weights that are trained: a run keeps frozen ones once.
+    """
     weights = costs.of("weights", s.stages)
     for old, new in pairwise(s.lives):
         if old.stage == new.stage and old.last > new.born:
