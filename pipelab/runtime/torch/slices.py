@@ -44,7 +44,7 @@ def check_slices(
                 whole, of_slices = _whole_and_slices(stage, x, shares)
             except Exception:
                 return
-            joined = pytree.tree_map(lambda *of: _joined(of), *of_slices)
+            joined = TREES.joined(of_slices, len(of_slices))
             if not all(map(_near, pytree.tree_leaves(joined), pytree.tree_leaves(whole))):
                 raise ValueError(
                     f"stage {s} computes something else of slices than of whole sequences, so it "
@@ -89,11 +89,6 @@ def _mean_of(loss: Callable[..., Any], y: Any, target: Any) -> tuple[float, floa
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    tensors = isinstance(outputs[0], Tensor) and outputs[0].ndim > 1
-    return torch.cat([*outputs], 1) if tensors else outputs[0]
 
 
 def _near(a: Any, b: Any) -> bool:
