@@ -6,8 +6,9 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from pipelab import Reads
+from pipelab import Reads, run
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAM = partial(torch.optim.Adam, lr=1e-2)
@@ -40,31 +41,60 @@ def batches(count, samples=8, width=6, dtype=torch.float64, seed=1):
     ]
 
 
+def run_of(table, modules=None, data=None, loss=F.mse_loss, optimizer=SGD, **options):
+    """A run of these, where a test does not say otherwise."""
+    modules = modules or stages(table.model_stages)
+    return run(table, modules, data or batches(table.batches), loss, optimizer, **options)
+
+
+def passing(*arguments, **options):
+    """The same, whose check passes."""
+    done = run_of(*arguments, **options)
+    assert done.check.passed, done.check
+    return done
+
+
+def same(one, other):
+    """Whether two runs have the same weights, to the last bit."""
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(one.weights, other.weights, strict=True)
+    )
+
+
+def resumed(folder, *arguments, stop=2, **options):
+    """The rest of a run that stopped and goes on from `folder`: it ends as one without a stop."""
+    whole = run_of(*arguments, **options, check=False)
+    first = passing(*arguments, **options, save=folder, stop=stop)
+    rest = passing(*arguments, **options, resume=folder)
+    assert same(rest, whole) and first.losses + rest.losses == whole.losses
+    return rest
+
+
 def inputs_come_first(timeline):
     """No action started before what it takes was made."""
     pairs = zip(timeline.spans, timeline.schedule.inputs, strict=True)
     return all(i is None or span.start >= timeline.end[i] for span, i in pairs)
 
 
-class Fork(nn.Module):
-    """Passes on a dictionary with a tensor that nobody differentiates and one that nobody uses."""
+class Layer(nn.Linear):
+    """As wide as the batches, in float64."""
 
     def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+        super().__init__(6, 6, dtype=torch.float64)
+
+
+class Fork(Layer):
+    """Passes on a dictionary with a tensor that nobody differentiates and one that nobody uses."""
 
     def forward(self, x):
-        y = self.inner(x)
+        y = super().forward(x)
         return {"y": y, "pair": (y.tanh(), y.sigmoid()), "rows": torch.full((len(x),), 2)}
 
 
-class Join(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6, dtype=torch.float64)
-
+class Join(Layer):
     def forward(self, parts):
-        return self.inner(parts["y"] + parts["pair"][0]) + parts["rows"][:, None]
+        return super().forward(parts["y"] + parts["pair"][0]) + parts["rows"][:, None]
 
 
 class Failing(nn.Module):
