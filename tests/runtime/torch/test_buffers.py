@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Recompute, make, run
-from tests.support import SGD, batches
+from pipelab import Recompute, make
+from tests.support import Layer, batches, passing, resumed, run_of, same
 
 
 class Counting(nn.Module):
@@ -70,6 +70,14 @@ class Norm(nn.Sequential):
         self.double()
 
 
+class Hidden(InPlace):
+    """Its buffers are in no state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self._non_persistent_buffers_set |= {"seen", "mean"}
+
+
 CHANGING = [InPlace, ByData, Replaced, Grown, Made, Norm]
 
 
@@ -92,16 +100,9 @@ def forwards_alone(modules, data, pieces):
 def test_a_buffer_is_changed_once_by_each_micro_batch(kind, recompute):
     # Was: twice where its forward ran again, and in the check's reference, too.
     still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
-    data = batches(2)
-    arguments = data, F.mse_loss, still
-    result = run(
-        make("pipedream_flush", 3, 4, batches=2),
-        changing(kind, 3),
-        *arguments,
-        recompute=recompute,
-        check=False,
-    )
-    expected = forwards_alone(changing(kind, 3), data, 4)
+    table, options = make("pipedream_flush", 3, 4, batches=2), {"check": False}
+    result = run_of(table, changing(kind, 3), optimizer=still, recompute=recompute, **options)
+    expected = forwards_alone(changing(kind, 3), batches(2), 4)
     found = {f"{s}.{name}": t for s, of in enumerate(result.weights) for name, t in of.items()}
     for name, buffer in expected.items():
         assert torch.equal(found[name], buffer), name
@@ -112,51 +113,42 @@ def test_a_buffer_is_changed_once_by_each_micro_batch(kind, recompute):
 def test_recomputation_trains_the_same_with_changing_buffers(kind, name):
     # Was: the second forward, from which gradients are taken, saw buffers of later micro-batches.
     table = make(name, 2, 4, batches=2)
-    arguments = batches(2), F.mse_loss, SGD
-    kept = run(table, changing(kind, 2), *arguments, check=False)
-    again = run(table, changing(kind, 2), *arguments, recompute=Recompute.ALWAYS, check=False)
-    assert again.losses == kept.losses
-    for a, b in zip(kept.weights, again.weights, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
+    kept, again = (
+        run_of(table, changing(kind, 2), recompute=recompute, check=False)
+        for recompute in (Recompute.NEVER, Recompute.ALWAYS)
+    )
+    assert again.losses == kept.losses and same(again, kept)
 
 
 @pytest.mark.parametrize("kind", [InPlace, Norm])
 def test_the_check_holds_buffers_of_recomputed_forwards(kind):
     table = make("pipedream", 2, 4, batches=2)
-    arguments = table, changing(kind, 2), batches(2), F.mse_loss, SGD
-    result = run(*arguments, recompute=Recompute.ALWAYS)
-    assert result.check.passed, result.check
+    passing(table, changing(kind, 2), recompute=Recompute.ALWAYS)
 
 
-@pytest.mark.parametrize("kind", CHANGING)
+@pytest.mark.parametrize("kind", [*CHANGING, Hidden])
 def test_changing_buffers_are_resumed(kind, tmp_path):
     # Was: refused, or copied into one of another shape, where a forward had put another tensor.
-    arguments = make("gpipe", 2, 2, batches=4), changing(kind, 2), batches(4), F.mse_loss, SGD
-    whole = run(*arguments, check=False)
-    run(*arguments, check=False, save=tmp_path / "saved", stop=2)
-    rest = run(*arguments, check=False, resume=tmp_path / "saved")
-    for a, b in zip(whole.weights, rest.weights, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
+    # Was: what is in no state dict began anew, also in the check, which passed.
+    resumed(tmp_path / "saved", make("gpipe", 2, 2, batches=4), changing(kind, 2))
 
 
-class Masked(nn.Module):
+class Masked(Layer):
     """A constant buffer that is larger than all else."""
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Linear(6, 6, dtype=torch.float64)
         self.register_buffer("mask", torch.ones(100, 6, dtype=torch.float64))
 
     def forward(self, x):
-        return self.inner(x) * self.mask[: len(x)]
+        return super().forward(x) * self.mask[: len(x)]
 
 
 def test_micro_batches_share_the_copy_of_a_buffer_that_stays():
     peaks = {}
     for kind, count in ((Masked, 2), (Masked, 8), (InPlace, 8)):
-        data = batches(1, 2 * count)
-        arguments = make("gpipe", 1, count), changing(kind, 1), data, F.mse_loss, SGD
-        result = run(*arguments, recompute=Recompute.ALWAYS, check=False)
+        given = make("gpipe", 1, count), changing(kind, 1), batches(1, 2 * count)
+        result = run_of(*given, recompute=Recompute.ALWAYS, check=False)
         peaks[kind, count] = result.memory.peak("activations")[0]
     of_input = 2 * 6 * 8
     assert peaks[Masked, 8] - peaks[Masked, 2] == 6 * of_input
@@ -178,21 +170,17 @@ class Passing(Replaced):
         return self.inner(x), self.mean
 
 
-class Taking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6, dtype=torch.float64)
-
+class Taking(Layer):
     def forward(self, pair):
         x, mean = pair
-        return self.inner(x) + mean
+        return super().forward(x) + mean
 
 
 def test_a_buffer_that_was_replaced_and_sent_on_stays_as_it_was():
     # Was: only the buffer that was there at first was known to be one, and sent as a copy.
     modules = changing(Passing, 1) + changing(Taking, 1)
     data, pieces = batches(1), 4
-    result = run(make("gpipe", 2, pieces), modules, data, F.mse_loss, SGD, check=False)
+    result = run_of(make("gpipe", 2, pieces), modules, check=False)
     fresh = nn.Sequential(*(changing(Passing, 1) + changing(Taking, 1)))
     (x, y), expected = data[0], []
     for piece, target in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
@@ -200,16 +188,6 @@ def test_a_buffer_that_was_replaced_and_sent_on_stays_as_it_was():
     assert result.microbatch_losses == expected
 
 
-class Hidden(InPlace):
-    """Its buffers are in no state dict."""
-
-    def __init__(self):
-        super().__init__()
-        self._non_persistent_buffers_set |= {"seen", "mean"}
-
-
 def test_a_change_that_no_state_dict_tells_is_known_to_depend_on_the_cut():
     # Was: a check that failed: the reference's batch was not cut.
-    arguments = make("gpipe", 2, 4), changing(Hidden, 2), batches(1), F.mse_loss, SGD
-    result = run(*arguments)
-    assert result.check.passed, result.check
+    passing(make("gpipe", 2, 4), changing(Hidden, 2))

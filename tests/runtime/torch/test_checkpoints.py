@@ -1,8 +1,10 @@
-"""What a checkpoint can hold: all of it can be read back, or it is refused before the training."""
+"""Checkpoints of runs: a resumed run is the one that was not stopped, or a line says why not."""
 
+import errno
 import json
 import math
 import os
+import resource
 import shutil
 import warnings
 from collections import deque
@@ -11,34 +13,64 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as rates
 
-from pipelab import make, run
+from pipelab import RunError, make, run
 from pipelab.runtime.torch import checkpoint
-from tests.support import batches, stages
+from tests.support import batches, passing, resumed, run_of, same, stages
+
+FOUR = make("gpipe", 2, 2, batches=4)
+PLAIN = partial(SGD, lr=0.1)
 
 
-def with_a_cosine(parameters):
-    optimizer = SGD(parameters, lr=0.1)
-    return optimizer, rates.LambdaLR(optimizer, lambda update: np.cos(update / 10))
+# ---- what a run goes on with
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [partial(Adam, lr=np.float64(0.01)), partial(SGD, lr=np.float32(0.1)), with_a_cosine],
-    ids=["float64", "float32", "scheduled"],
-)
-def test_numpys_numbers_are_saved_as_pythons(optimizer, tmp_path):
+@pytest.mark.parametrize("rate", [np.float64(0.1), np.float32(0.1)], ids=repr)
+def test_numpys_numbers_are_saved_as_pythons(rate, tmp_path):
     # Was: written without complaint, and an UnpicklingError on resume.
-    arguments = make("gpipe", 2, 2, batches=4), stages(2), batches(4), F.mse_loss, optimizer
-    whole = run(*arguments)
-    run(*arguments, save=tmp_path / "saved", stop=2)
-    rest = run(*arguments, resume=tmp_path / "saved")
-    assert rest.check.passed, rest.check
-    for a, b in zip(whole.weights, rest.weights, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
+    resumed(tmp_path / "saved", FOUR, optimizer=partial(SGD, lr=rate))
+
+
+SCHEDULERS = {
+    "of numpy's numbers": lambda o: rates.LambdaLR(o, lambda update: np.cos(update / 10)),
+    # Was: JSON made strings of its integer milestones, the rate never fell again, and the check
+    # passed.
+    "multi_step": lambda o: rates.MultiStepLR(o, [1, 3]),
+    "sequential": lambda o: rates.SequentialLR(
+        o, [rates.ConstantLR(o, 0.5, 2), rates.MultiStepLR(o, [1, 2])], [2]
+    ),
+    "chained": lambda o: rates.ChainedScheduler(
+        [rates.MultiStepLR(o, [1, 3]), rates.ExponentialLR(o, 0.9)]
+    ),
+    # Was: its load_state_dict takes entries out of what it loads, and the second to load it had a
+    # KeyError.
+    "cyclic": lambda o: rates.CyclicLR(o, 0.01, 0.2, 2, cycle_momentum=False),
+    "cyclic_by_a_function": lambda o: rates.CyclicLR(
+        o, 0.01, 0.2, 2, scale_fn=lambda x: 0.5**x, cycle_momentum=False
+    ),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_learning_rate_goes_on_as_planned(scheduler, tmp_path):
+    def optimizer(parameters):
+        made = SGD(parameters, lr=0.1, momentum=0.9)
+        return made, scheduler(made)
+
+    resumed(tmp_path / "saved", make("gpipe", 2, 2, batches=5), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_a_stage_without_parameters_is_resumed(name, tmp_path):
+    # Was: "max() arg is an empty sequence", since its file has no weights and so no version.
+    resumed(tmp_path / "saved", make(name, 2, 2, batches=4), [*stages(1), nn.Tanh()])
+
+
+# ---- what cannot be saved
 
 
 class Queued(SGD):
@@ -76,11 +108,8 @@ def with_a_builtin(parameters):
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
-        (
-            Queued,
-            r"stage 0: a checkpoint cannot hold the state of its optimizer .*: keep tensors, numb",
-        ),
-        (with_a_function, r"stage 0: a checkpoint cannot hold .* a scheduler"),
+        (Queued, "stage 0: a checkpoint cannot hold the state of its optimizer .*: keep tensors"),
+        (with_a_function, "stage 0: a checkpoint cannot hold .* a scheduler"),
         (with_a_builtin, r"LambdaLR.state_dict\(\) failed, but a checkpoint needs it"),
     ],
 )
@@ -90,35 +119,42 @@ def test_what_cannot_be_read_back_is_refused_before_the_training(optimizer, said
         raise AssertionError("trained")
 
     with pytest.raises(ValueError, match=said):
-        run(
-            make("gpipe", 2, 2),
-            stages(2),
-            batches(1),
-            refuse_to_train,
-            optimizer,
-            save=tmp_path / "saved",
-        )
+        run_of(FOUR, loss=refuse_to_train, optimizer=optimizer, save=tmp_path / "saved")
     assert os.listdir(tmp_path) == []
-    assert run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, optimizer).check.passed
+    passing(FOUR, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "said", "backend"),
-    [
-        (QueuedLater, r"stage 0: a checkpoint cannot hold the state of its optimizer", "threads"),
-        (QueuedLater, r"stage 0: a checkpoint cannot hold the state of its optimizer", "processes"),
-    ],
-)
-def test_a_run_that_cannot_be_saved_is_in_the_error(optimizer, said, backend, tmp_path):
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_run_that_cannot_be_saved_is_in_the_error(backend, tmp_path):
     # Was: saved, and not to be read.
-    arguments = make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, optimizer
+    given, said = {"optimizer": QueuedLater}, "stage 0: a checkpoint cannot hold the state of its"
     with pytest.raises(ValueError, match=said) as error:
-        run(*arguments, backend=backend, save=tmp_path / "saved")
+        run_of(FOUR, **given, backend=backend, save=tmp_path / "saved")
     assert os.listdir(tmp_path) == []
-    found, expected = error.value.run, run(*arguments, check=False)
-    assert found.losses == expected.losses
-    for a, b in zip(found.weights, expected.weights, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in b)
+    found, expected = error.value.run, run_of(FOUR, **given, check=False)
+    assert found.losses == expected.losses and same(found, expected)
+
+
+def is_one_line_about(folder, error):
+    message = str(error)
+    return folder.name in message and "\n" not in message and len(message) < 400
+
+
+def test_a_disk_that_is_full_is_told_in_a_line(tmp_path):
+    torch.manual_seed(0)
+    modules = [nn.Linear(128, 128) for _ in range(2)]
+    data, folder = batches(4, width=128, dtype=torch.float32), tmp_path / "target"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))  # bytes of any file
+    try:
+        with pytest.raises(
+            (ValueError, OSError, RunError), match=os.strerror(errno.EFBIG)
+        ) as error:
+            run_of(FOUR, modules, data, save=folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert is_one_line_about(folder, error.value)
+    assert os.listdir(tmp_path) == []
 
 
 # ---- damaged ones
@@ -128,26 +164,32 @@ ARGUMENTS = make("pipedream", 2, 2, batches=4), stages(2), batches(4), F.mse_los
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("written") / "saved"
-    run(*ARGUMENTS, save=folder, stop=2, check=False)
+    """A folder with a checkpoint, one of a later batch and one of another model."""
+    folder = tmp_path_factory.mktemp("written")
+    table, _, *given = ARGUMENTS
+    run(*ARGUMENTS, save=folder / "saved", stop=2, check=False)
+    run(*ARGUMENTS, save=folder / "later", stop=3, check=False)
+    run(table, stages(2, seed=5), *given, save=folder / "other", stop=2, check=False)
     return folder
 
 
 @pytest.fixture
 def saved(written, tmp_path):
-    return shutil.copytree(written, tmp_path / "saved")
+    return shutil.copytree(written / "saved", tmp_path / "saved")
 
 
 def refuse(saved, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         run(*ARGUMENTS, resume=saved, check=False)
+    assert is_one_line_about(saved, error.value)
 
 
-def rewrite(saved, **fields):
-    """Put these into the index, as if they had been written so."""
+def rewrite(saved, mended=True, **fields):
+    """Put these into the index, with another digest: as if they had been written so."""
     content = json.loads((saved / checkpoint.INDEX).read_text()) | fields
-    del content["digest"]
-    content["digest"] = checkpoint._digest_of(content)
+    if mended:
+        del content["digest"]
+        content["digest"] = checkpoint._digest_of(content)
     (saved / checkpoint.INDEX).write_text(json.dumps(content))
 
 
@@ -176,6 +218,42 @@ def test_an_index_of_wrong_values_is_one_error(fields, message, saved):
     refuse(saved, message)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"batch": 1}, {"batch": 3}, {"seed": 5}, {"updates": 0}, {"digest": None}], ids=str
+)
+def test_an_index_that_was_changed_is_refused(fields, saved):
+    # Was: trained on, or KeyError: 0, since the weights have other versions.
+    rewrite(saved, mended=False, **fields)
+    refuse(saved, "was changed after it was written|does not hold a checkpoint")
+
+
+DAMAGES = {
+    # Was: SafetensorError "Error while deserializing header: ...", without a word of which file.
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "garbled from its start": lambda content: content[::-1],
+    # Was: trained on, until a loss was nan or, with smaller faults, to the end.
+    "garbled at its end": lambda content: content[:-64] + content[:-65:-1],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_refused(damage, saved):
+    path = saved / "stage_001.pt"
+    path.write_bytes(damage(path.read_bytes()))
+    refuse(saved, "stage_001.pt cannot be read")
+
+
+def test_a_missing_file_or_one_of_another_training_is_refused(written, saved):
+    # Was: FileNotFoundError; a KeyError; trained on, a model of two halves, and the check passed.
+    path = saved / "stage_001.pt"
+    for name in ("later", "other"):
+        shutil.copy(written / name / path.name, path)
+        refuse(saved, "stage_001.pt cannot be read")
+    path.unlink()
+    refuse(saved, "stage_001.pt cannot be read")
+
+
 @pytest.mark.parametrize("goal", ["stage_000.pt", "nowhere", "stage_001.pt", ".", "/dev/zero"])
 def test_a_stage_that_is_a_link_is_read_or_one_error(goal, saved):
     # Was: /dev/zero was read for ever.
@@ -198,7 +276,7 @@ TENSOR = torch.ones(1)
         *({"weights": weights} for weights in ({}, [1], {"a": {}}, {4: 5}, {4: {"0.weight": 5}})),
         *({field: 5} for field in ("buffers", "optimizer", "groups", "others", "kinds")),
         *({field: {"0.weight": 5}} for field in ("optimizer", "groups")),
-        {"buffers": {"no.such": TENSOR}},
+        *({field: {"no.such": TENSOR}} for field in ("buffers", "attributes")),
         {"weights": {100: {"0.weight": TENSOR}}},
     ],
     ids=str,
@@ -215,7 +293,74 @@ def test_a_stage_of_wrong_values_is_one_error(content, saved):
     refuse(saved, "stage_001.pt cannot be read|of stage 1")
 
 
-# ---- optimizers of then and now
+# ---- models and optimizers of then and now
+
+
+def falling(parameters):
+    optimizer = SGD(parameters, lr=0.1)
+    return optimizer, rates.ExponentialLR(optimizer, 0.9)
+
+
+def in_two_groups(parameters, second=0.1):
+    first, *rest = parameters
+    return SGD([{"params": [first]}, {"params": rest, "lr": second}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (Adam, PLAIN, ["Adam", "SGD"]),
+        (PLAIN, Adam, ["SGD", "Adam"]),
+        (Adam, AdamW, ["Adam", "AdamW"]),
+        (RMSprop, Adagrad, ["RMSprop", "Adagrad"]),
+        (falling, PLAIN, ["scheduler"]),
+        (PLAIN, falling, ["scheduler"]),
+        (partial(in_two_groups, second=0.2), PLAIN, ["group 0", "learning rates"]),
+    ],
+    ids=["adam-sgd", "sgd-adam", "adam-adamw", "rmsprop-adagrad", "less", "more", "groups"],
+)
+def test_another_optimizer_than_the_checkpoints_is_refused(before, after, said, tmp_path):
+    # Was: Adam's state and rates went into SGD in silence, and the check passed; RMSprop's into
+    # Adagrad: KeyError 'sum' at the first update; other schedulers or groups: "zip() argument 2 is
+    # longer than argument 1".
+    run_of(FOUR, optimizer=before, save=tmp_path / "saved", stop=2, check=False)
+    with pytest.raises(ValueError) as error:
+        run_of(FOUR, optimizer=after, resume=tmp_path / "saved")
+    assert is_one_line_about(tmp_path / "saved", error.value)
+    assert all(word in str(error.value) for word in said)
+
+
+@pytest.mark.parametrize(("before", "after"), [(in_two_groups, PLAIN), (PLAIN, in_two_groups)])
+def test_weights_that_go_on_alike_may_be_grouped_anew(before, after, tmp_path):
+    whole = run_of(FOUR, optimizer=before, check=False)
+    run_of(FOUR, optimizer=before, save=tmp_path / "saved", stop=2)
+    assert same(passing(FOUR, optimizer=after, resume=tmp_path / "saved"), whole)
+
+
+class Named(nn.ModuleDict):
+    def __init__(self):
+        super().__init__({name: nn.Linear(6, 6, dtype=torch.float64) for name in "ab"})
+
+    def forward(self, x):
+        return self["b"](self["a"](x).relu())
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "said"),
+    [
+        ("pipedream", [Named(), Named()], r"a\.weight"),
+        ("gpipe", stages(2, dtype=torch.float32), "float32"),
+    ],
+    ids=["names", "types"],
+)
+def test_another_models_checkpoint_is_refused(name, modules, said, tmp_path):
+    # Was: "device 0, action 0F0: KeyError: -1" with other names; with another type "mat1 and mat2
+    # must have the same dtype".
+    table = make(name, 2, 2, batches=4)
+    run_of(table, save=tmp_path / "saved", stop=2, check=False)
+    with pytest.raises(ValueError, match=said) as error:
+        run_of(table, modules, resume=tmp_path / "saved")
+    assert is_one_line_about(tmp_path / "saved", error.value)
 
 
 @pytest.mark.parametrize("decay", [None, 0.5])
@@ -225,18 +370,17 @@ def test_another_learning_rate_on_resume_is_told(decay, tmp_path):
         optimizer = SGD(parameters, lr=rate)
         return (optimizer, rates.ExponentialLR(optimizer, decay)) if decay else optimizer
 
-    arguments = make("gpipe", 2, 2, batches=4), stages(2), batches(4), F.mse_loss
-    run(*arguments, partial(factory, 0.1), save=tmp_path / "saved", stop=2)
+    first, other = ({"optimizer": partial(factory, rate)} for rate in (0.1, 0.2))
+    run_of(FOUR, **first, save=tmp_path / "saved", stop=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        same = run(*arguments, partial(factory, 0.1), resume=tmp_path / "saved")
+        expected = run_of(FOUR, **first, resume=tmp_path / "saved")
     # Once, and not once for each stage and reference.
-    with pytest.warns(
-        UserWarning, match=r"saved continues with \w*lr=0.1: the .* 0.2 is not"
-    ) as told:
-        other = run(*arguments, partial(factory, 0.2), resume=tmp_path / "saved")
+    said = r"saved continues with \w*lr=0.1: the .* 0.2 is not"
+    with pytest.warns(UserWarning, match=said) as told:
+        found = run_of(FOUR, **other, resume=tmp_path / "saved")
     assert len(told) == 1
-    assert other.losses == same.losses
+    assert found.losses == expected.losses
 
 
 def test_another_learning_rate_of_one_stage_is_told_too(tmp_path):
@@ -245,8 +389,8 @@ def test_another_learning_rate_of_one_stage_is_told_too(tmp_path):
 
     modules = stages(2)
     modules[1][2].weight.head = True
-    arguments = make("gpipe", 2, 2, batches=4), modules, batches(4), F.mse_loss
-    run(*arguments, partial(factory, 0.1), save=tmp_path / "saved", stop=2)
+    first, other = ({"optimizer": partial(factory, rate), "check": False} for rate in (0.1, 0.2))
+    run_of(FOUR, modules, **first, save=tmp_path / "saved", stop=2)
     with pytest.warns(UserWarning, match=r"saved continues with lr=0.1: .* 0.2 is not") as told:
-        run(*arguments, partial(factory, 0.2), resume=tmp_path / "saved", check=False)
+        run_of(FOUR, modules, **other, resume=tmp_path / "saved")
     assert len(told) == 1

@@ -5,18 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as rates
 
-from pipelab import RunError, make, run
-from pipelab.models import split
+from pipelab import RunError, make
 from pipelab.runtime.torch.optimizers import make_optimizer
-from tests.support import batches, stages
+from tests.support import passing, resumed, run_of, same, stages
 
-
-def same(a, b):
-    return all(torch.equal(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x)
+TWO = make("gpipe", 2, 2)
+TABLE = make("gpipe", 3, 2, batches=4)
 
 
 # ---- a learning rate that is one tensor for all stages
@@ -44,25 +41,16 @@ def scheduled(decay, rate):
 @pytest.mark.parametrize("name", ["gpipe", "pipedream"])
 def test_a_learning_rate_tensor_decays_once_per_update(name, decay):
     # Was: with four stages the rate fell four times per update, and in the reference once more.
-    rate = torch.tensor(0.1, dtype=torch.float64)
-    arguments = make(name, 4, 2, batches=3), stages(4), batches(3), F.mse_loss
-    shared = run(*arguments, scheduled(decay, rate))
-    assert shared.check.passed, shared.check
+    rate, table = torch.tensor(0.1, dtype=torch.float64), make(name, 4, 2, batches=3)
+    shared = passing(table, optimizer=scheduled(decay, rate))
     assert rate == 0.1
-    alone = run(*arguments, lambda parameters: scheduled(decay, rate.clone())(parameters))
-    assert same(shared.weights, alone.weights)
+    alone = run_of(table, optimizer=lambda weights: scheduled(decay, rate.clone())(weights))
+    assert same(shared, alone)
 
 
 def test_a_learning_rate_tensor_is_every_stages_own_after_resume(tmp_path):
-    first = split(torch.nn.Sequential(*stages(6)), [2, 2, 2])
-    arguments = batches(4), F.mse_loss, scheduled("warmed up", torch.tensor(0.1).double())
-    table = make("gpipe", 3, 2, batches=4)
-    whole = run(table, first, *arguments, check=False)
-    run(table, first, *arguments, save=tmp_path / "saved", stop=2, check=False)
-    rest = run(table, first, *arguments, resume=tmp_path / "saved")
-    assert rest.check.passed, rest.check
-    before, after = ([t for of in r.weights for t in of.values()] for r in (whole, rest))
-    assert all(map(torch.equal, before, after))
+    factory = scheduled("warmed up", torch.tensor(0.1).double())
+    resumed(tmp_path / "saved", TABLE, optimizer=factory)
 
 
 def test_what_an_optimizer_was_given_is_its_own_too():
@@ -85,10 +73,7 @@ def test_a_group_that_is_one_dict_for_all_stages():
         group["params"] = parameters
         return SGD([group])
 
-    arguments = make("gpipe", 3, 2), stages(3), batches(1), F.mse_loss
-    result = run(*arguments, shared)
-    assert result.check.passed, result.check
-    assert same(result.weights, run(*arguments, partial(SGD, lr=0.1)).weights)
+    assert same(passing(TABLE, optimizer=shared), run_of(TABLE, check=False))
 
 
 class Halving:
@@ -110,11 +95,9 @@ def test_a_schedulers_state_is_every_stages_own():
         scheduler.lr_lambdas = [halving]
         return optimizer, scheduler
 
-    arguments = make("gpipe", 3, 2, batches=3), stages(3), batches(3), F.mse_loss
-    result = run(*arguments, partial(shared, Halving()))
-    assert result.check.passed, result.check
-    alone = run(*arguments, lambda parameters: shared(Halving(), parameters))
-    assert same(result.weights, alone.weights)
+    result = passing(TABLE, optimizer=partial(shared, Halving()))
+    alone = run_of(TABLE, optimizer=lambda parameters: shared(Halving(), parameters), check=False)
+    assert same(result, alone)
 
 
 def test_a_scheduler_of_another_optimizer_is_refused():
@@ -122,13 +105,7 @@ def test_a_scheduler_of_another_optimizer_is_refused():
     scheduler = rates.ExponentialLR(other, 0.5)
     # Was: the rate stayed as it was.
     with pytest.raises(ValueError, match="made a ExponentialLR of weights"):
-        run(
-            make("gpipe", 2, 2),
-            stages(2),
-            batches(1),
-            F.mse_loss,
-            lambda parameters: (SGD(parameters, lr=0.1), scheduler),
-        )
+        run_of(TWO, optimizer=lambda parameters: (SGD(parameters, lr=0.1), scheduler))
 
 
 def by_plateau(parameters):
@@ -153,7 +130,7 @@ def test_a_step_that_needs_more_than_gradients_is_refused_before_the_training(
         raise AssertionError("trained")
 
     with pytest.raises((ValueError, RunError), match=said):
-        run(make("gpipe", 2, 2), stages(2), batches(1), refuse_to_train, factory, backend=backend)
+        run_of(TWO, loss=refuse_to_train, optimizer=factory, backend=backend)
 
 
 def test_what_cannot_be_copied_is_refused():
@@ -164,7 +141,7 @@ def test_what_cannot_be_copied_is_refused():
         return optimizer, scheduler
 
     with pytest.raises(ValueError, match=r"ExponentialLR .* cannot be copied for each stage"):
-        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, locked)
+        run_of(TWO, optimizer=locked)
 
 
 # ---- a state of nested tensors
@@ -191,16 +168,8 @@ class Nested(torch.optim.Optimizer):
 def test_a_nested_state_is_resumed_and_counted(tmp_path):
     # Was: the run and the reference went on with the same tensors inside the lists, and each
     # stepped in the other's; `memory` left them out.
-    layers = torch.nn.Sequential(*stages(4))
-    arguments = batches(4), F.mse_loss, Nested
-    table = make("gpipe", 2, 2, batches=4)
-    whole = run(table, split(layers, [2, 2]), *arguments)
-    run(table, split(layers, [2, 2]), *arguments, save=tmp_path / "saved", stop=2)
-    rest = run(table, split(layers, [2, 2]), *arguments, resume=tmp_path / "saved")
-    assert rest.check.passed, rest.check
-    before, after = ([t for of in r.weights for t in of.values()] for r in (whole, rest))
-    assert all(map(torch.equal, before, after))
-    of_weights = sum(t.nbytes for t in before)
+    rest = resumed(tmp_path / "saved", TABLE, optimizer=Nested)
+    of_weights = sum(t.nbytes for of_stage in rest.weights for t in of_stage.values())
     assert sum(rest.memory.peak("optimizer")) == 2 * of_weights
 
 
@@ -227,10 +196,7 @@ def test_an_optimizer_around_another_one_keeps_its_groups(whole_list):
         optimizer = SGD(parameters, lr=0.1)
         return optimizer, rates.ExponentialLR(optimizer, 0.5)
 
-    arguments = make("gpipe", 2, 2, batches=3), stages(2), batches(3), F.mse_loss
-    result = run(*arguments, around)
-    assert result.check.passed, result.check
-    assert same(result.weights, run(*arguments, plain, check=False).weights)
+    assert same(passing(TABLE, optimizer=around), run_of(TABLE, optimizer=plain, check=False))
 
 
 # ---- optimizers that leave a weight's memory
@@ -247,11 +213,8 @@ class Replacing(SGD):
 def test_a_step_may_put_a_new_tensor_in_a_weights_place(name):
     # Was: the steps were lost.
     table = make(name, 2, 4, batches=2)
-    found, expected = (
-        run(table, stages(2), batches(2), F.mse_loss, of)
-        for of in (partial(Replacing, lr=0.5), partial(SGD, lr=0.5))
-    )
-    assert found.check.passed and same(found.weights, expected.weights)
+    found = passing(table, optimizer=partial(Replacing, lr=0.5))
+    assert same(found, run_of(table, optimizer=partial(SGD, lr=0.5), check=False))
 
 
 class Flat(SGD):
@@ -271,11 +234,10 @@ class Unfreezing(torch.nn.Linear):
 
 def test_weights_that_an_optimizer_would_not_train_are_refused():
     # Was: never trained, without a word.
-    table = make("gpipe", 2, 4, batches=2)
     with pytest.raises(ValueError, match=r"moves weight .* to memory of its own"):
-        run(table, stages(2), batches(2), F.mse_loss, Flat)
+        run_of(TWO, optimizer=Flat)
     layer = Unfreezing(4, 4)
     layer.bias.requires_grad_(False)
     data = torch.ones(4, 4), torch.zeros(4, 4)
     with pytest.raises(RunError, match="weight bias was frozen when the optimizer was made"):
-        run(make("gpipe", 1, 4), [layer], [data], F.mse_loss, partial(SGD, lr=0.5))
+        run_of(make("gpipe", 1, 4), [layer], [data])
