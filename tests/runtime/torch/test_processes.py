@@ -16,13 +16,27 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simulate, validate
+from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, simulate, validate
 from pipelab.runtime.torch import processes
+from pipelab.runtime.torch.imported import check_same, facts_of
 from pipelab.runtime.torch.settings import settings, use
 from tests.conftest import thorough
-from tests.support import SGD, Failing, Fork, Join, batches, explode, inputs_come_first, stages
+from tests.support import (
+    PYTHON,
+    Failing,
+    Fork,
+    Join,
+    batches,
+    explode,
+    inputs_come_first,
+    run_of,
+    same,
+    stages,
+)
 
 GUARD = 60  # seconds within which any fault has to be reported
+TWO = make("gpipe", 2, 2)
+apart = partial(run_of, backend="processes")
 
 
 def left_behind():
@@ -41,15 +55,7 @@ def left_behind():
 
 @pytest.fixture(scope="module", autouse=True)
 def _the_fork_server_is_there():
-    run(
-        make("gpipe", 2, 2),
-        stages(2),
-        batches(1),
-        F.mse_loss,
-        SGD,
-        backend="processes",
-        check=False,
-    )
+    apart(TWO, check=False)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +95,7 @@ def test_what_is_set_in_torch_reaches_the_workers(backend):
         torch.set_default_device("meta")
         for module in modules:
             module.set, module.where = settings(), torch.empty(0).device
-        run(make("gpipe", 2, 2), modules, data, F.mse_loss, SGD, backend=backend, check=False)
+        run_of(TWO, modules, data, backend=backend, check=False)
     finally:
         torch.set_default_device(None)
         use(before)
@@ -111,24 +117,12 @@ def test_what_is_set_in_torch_reaches_the_workers(backend):
     ids=lambda s: f"{s.name}-{s.reads.name}",
 )
 def test_all_schedules_as_on_threads(schedule):
-    modules, data = stages(schedule.stages), batches(schedule.batches, 10)
-    result = run(
-        schedule,
-        modules,
-        data,
-        F.mse_loss,
-        torch.optim.Adam,
-        backend="processes",
-        recompute=Recompute.EXCEPT_LAST,
-    )
-    assert result.check.passed
-    assert result.check.ratio == 0
-    threads = run(
-        schedule, modules, data, F.mse_loss, torch.optim.Adam, recompute=Recompute.EXCEPT_LAST
-    )
-    assert result.losses == threads.losses
-    for mine, theirs in zip(result.weights, threads.weights, strict=True):
-        assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+    data = batches(schedule.batches, 10)
+    options = {"optimizer": torch.optim.Adam, "recompute": Recompute.EXCEPT_LAST}
+    result = apart(schedule, data=data, **options)
+    assert result.check.passed and result.check.ratio == 0
+    threads = run_of(schedule, data=data, **options, check=False)
+    assert result.losses == threads.losses and same(result, threads)
     assert result.weight_versions == threads.weight_versions == schedule.weight_versions
     # Threads pass tensors by reference, so that two stages may keep one; processes never less.
     assert all(
@@ -141,35 +135,13 @@ def test_all_schedules_as_on_threads(schedule):
 def test_outputs_are_taken_in_another_order_than_they_were_made():
     rows = "0F0 0F1 0F2 0B1 0B2 0B0 0U0\n1F2 1F0 1B0 1F1 1B2 1B1 1U0"
     schedule = validate(Schedule.from_grid(rows))
-    result = run(schedule, stages(2), batches(1, 6), F.l1_loss, SGD, backend="processes")
-    assert result.check.passed, result.check
+    assert apart(schedule, data=batches(1, 6), loss=F.l1_loss).check.passed
 
 
 def test_trees_uneven_sizes_bfloat16_and_clipping_cross_processes():
-    tree = run(
-        make("gpipe", 2, 4), [Fork(), Join()], batches(1, 9), F.mse_loss, SGD, backend="processes"
-    )
-    assert tree.check.passed
-    clipped = run(
-        make("pipedream_flush", 3, 4),
-        stages(3),
-        batches(1, 9),
-        F.mse_loss,
-        SGD,
-        backend="processes",
-        clip=1e-3,
-    )
-    assert clipped.check.passed
-    small = stages(2, dtype=torch.bfloat16)
-    half = run(
-        make("gpipe", 2, 2),
-        small,
-        batches(1, dtype=torch.bfloat16),
-        F.mse_loss,
-        SGD,
-        backend="processes",
-    )
-    assert half.check.passed
+    uneven, half = batches(1, 9), torch.bfloat16
+    assert apart(make("gpipe", 2, 4), [Fork(), Join()], uneven, clip=1e-3).check.passed
+    assert apart(TWO, stages(2, dtype=half), batches(1, dtype=half)).check.passed
 
 
 def test_layouts_that_change_often():
@@ -192,51 +164,23 @@ def test_layouts_that_change_often():
         def forward(self, parts):
             return parts["x"] + sum(t.sum() for t in parts["rest"]) * 0 + len(parts["tag"])
 
-    data = batches(2, 40 + 7)
-    result = run(
-        make("gpipe", 2, 20, batches=2),
-        [Odd(), Even()],
-        data,
-        F.mse_loss,
-        SGD,
-        backend="processes",
-        check=False,
-    )
-    threads = run(
-        make("gpipe", 2, 20, batches=2), [Odd(), Even()], data, F.mse_loss, SGD, check=False
-    )
-    assert result.losses == threads.losses
+    given = make("gpipe", 2, 20, batches=2), [Odd(), Even()], batches(2, 40 + 7)
+    assert apart(*given, check=False).losses == run_of(*given, check=False).losses
 
 
 def test_a_paced_run_shows_the_predicted_times():
     schedule, costs = make("gpipe", 3, 4), Costs(transfer=0.5)
-    result = run(
-        schedule,
-        stages(3),
-        batches(1),
-        F.mse_loss,
-        SGD,
-        backend="processes",
-        pace=0.01,
-        costs=costs,
-    )
+    result = apart(schedule, pace=0.01, costs=costs)
     predicted = simulate(schedule, costs)
     assert max(result.timeline.end) / 0.01 >= predicted.makespan * 0.99
     assert result.check.passed
 
 
 def test_a_stage_that_raises():
-    with pytest.raises(
-        RunError, match="device 1, action 1F1: ZeroDivisionError: by design"
-    ) as error:
-        run(
-            make("gpipe", 3, 4),
-            [stages(1)[0], Failing(1, explode), stages(1)[0]],
-            batches(1),
-            F.mse_loss,
-            SGD,
-            backend="processes",
-        )
+    modules, said = stages(3), "device 1, action 1F1: ZeroDivisionError: by design"
+    modules[1] = Failing(1, explode)
+    with pytest.raises(RunError, match=said) as error:
+        apart(make("gpipe", 3, 4), modules)
     assert (error.value.device, str(error.value.action)) == (1, "1F1")
     assert "in explode" in str(error.value.__cause__)
 
@@ -252,26 +196,17 @@ def hang():
 @pytest.mark.parametrize("where", [1, *thorough(0, 2)])
 def test_a_rank_that_is_killed(where):
     modules = stages(3)
+    said = f"device {where}, action {where}F1: its process was killed by SIGKILL"
     modules[where] = Failing(1, die)
-    with pytest.raises(
-        RunError, match=f"device {where}, action {where}F1: its process was killed by SIGKILL"
-    ) as error:
-        run(make("gpipe", 3, 4), modules, batches(1), F.mse_loss, SGD, backend="processes")
+    with pytest.raises(RunError, match=said) as error:
+        apart(make("gpipe", 3, 4), modules)
     assert error.value.device == where
 
 
 def test_a_replica_that_is_killed_names_the_device_of_its_row():
     # Was: the number of its process.
     with pytest.raises(RunError, match=r"device 1 of replica [01], action 1F1: its") as error:
-        run(
-            make("gpipe", 2, 2),
-            [*stages(1), Failing(1, die)],
-            batches(1),
-            F.mse_loss,
-            SGD,
-            backend="processes",
-            replicas=2,
-        )
+        apart(TWO, [*stages(1), Failing(1, die)], replicas=2)
     assert error.value.device == 1
 
 
@@ -299,43 +234,25 @@ class Total(nn.Module):
 
 def test_a_rank_that_is_killed_in_a_transfer():
     data = [(torch.ones(1, 1), torch.ones(1, 1))]
-    with pytest.raises(
-        RunError, match=r"device 0, action 0[FB]0: its process was killed by SIGKILL"
-    ) as error:
-        run(
-            make("gpipe", 2, 1),
-            [Wide(), Total()],
-            data,
-            F.mse_loss,
-            SGD,
-            backend="processes",
-            check=False,
-        )
+    said = r"device 0, action 0[FB]0: its process was killed by SIGKILL"
+    with pytest.raises(RunError, match=said) as error:
+        apart(make("gpipe", 2, 1), [Wide(), Total()], data, check=False)
     assert error.value.device == 0
 
 
 def test_a_rank_that_hangs():
-    modules = [stages(1)[0], Failing(1, hang), stages(1)[0]]
-    with pytest.raises(
-        RunError,
-        match=r"no action ended within 5 s: device 0 at 0B0; device 1 at 1F1; device 2 at 2F1",
-    ):
-        run(
-            make("gpipe", 3, 4),
-            modules,
-            batches(1),
-            F.mse_loss,
-            SGD,
-            backend="processes",
-            timeout=5,
-        )
+    modules = stages(3)
+    modules[1] = Failing(1, hang)
+    said = "no action ended within 3 s: device 0 at 0B0; device 1 at 1F1; device 2 at 2F1"
+    with pytest.raises(RunError, match=said):
+        apart(make("gpipe", 3, 4), modules, timeout=3)
 
 
 def test_a_job_that_cannot_be_pickled(capfd):
     modules = stages(2)
     modules[1].lock = threading.Lock()
     with pytest.raises(TypeError, match=r"cannot pickle '_thread.lock' object"):
-        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD, backend="processes")
+        apart(TWO, modules)
     assert capfd.readouterr().err == ""  # was: the traceback of a rank that had no folder
 
 
@@ -349,16 +266,7 @@ def test_what_ranks_print_comes_in_the_order_of_ranks(capsys):
             print("forward of", self.name)
             return x * self.w
 
-    result = run(
-        make("gpipe", 2, 2),
-        [Loud("zero"), Loud("one")],
-        batches(1),
-        F.mse_loss,
-        SGD,
-        backend="processes",
-        check=False,
-    )
-    assert result.losses
+    apart(TWO, [Loud("zero"), Loud("one")], check=False)
     assert capsys.readouterr().out.splitlines() == ["forward of zero"] * 2 + ["forward of one"] * 2
 
 
@@ -381,7 +289,7 @@ print(run.check.passed)
 """
 
 
-def start(short_path, *arguments):
+def start(short_path, *arguments, python=PYTHON):
     """A script without a main guard, which defines its own models, in a session of its own."""
     script = short_path / "script.py"
     script.write_text(SCRIPT)
@@ -390,7 +298,7 @@ def start(short_path, *arguments):
         "TMPDIR": str(short_path),
     }
     return subprocess.Popen(
-        [sys.executable, str(script), *arguments],
+        [python, str(script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -420,7 +328,7 @@ def test_models_and_functions_of_a_script_without_a_guard(short_path):
 # Killed in make test, too: test_ranks.
 @pytest.mark.parametrize("how", [signal.SIGINT, *thorough(signal.SIGKILL)])
 def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, short_path):
-    process = start(short_path, "wait")
+    process = start(short_path, "wait", python=sys.executable)
     logs = lambda: [p for p in short_path.glob("pipelab-*/log*") if p.read_text()]  # noqa: E731
     deadline = time.monotonic() + GUARD
     while not logs() and time.monotonic() < deadline:
@@ -455,7 +363,7 @@ from multiprocessing import Pipe
 from pipelab.runtime.torch.child import Connected, rank_process
 rank_process(Pipe()[0], 0, Connected(None, None, {str(tmp_path / "removed")!r}, {{}}))
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
@@ -478,14 +386,7 @@ def test_runs_of_two_threads_start_their_ranks_in_turn():
 
 def test_an_unknown_backend():
     with pytest.raises(ValueError, match="backend='rays': give one of threads, processes, jax"):
-        run(
-            make("gpipe", 2, 2),
-            stages(2),
-            batches(1),
-            F.mse_loss,
-            partial(torch.optim.SGD, lr=0.1),
-            backend="rays",
-        )
+        run_of(TWO, backend="rays")
 
 
 # ---- what a process imports anew
@@ -536,24 +437,19 @@ def helper(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-def of_helper(helper, **options):
-    model = [helper.Layer(6, 6), helper.Layer(6, 6)]
-    data, factory = batches(1, dtype=torch.float32), partial(torch.optim.SGD, lr=0.1)
-    table = make("gpipe", 2, 2)
-    return run(table, model, data, helper.loss, factory, check=False, **options)
-
-
-@pytest.mark.parametrize(("place", "change"), CHANGES.items(), ids=CHANGES)
-def test_what_a_script_has_changed_in_a_module_is_noticed(helper, monkeypatch, place, change):
+def test_what_a_script_has_changed_in_a_module_is_noticed(helper, monkeypatch):
     # Was: another model, without a word.
-    holder, value = change
-    monkeypatch.setattr(holder(helper), place.rpartition(".")[2], value)
-    with pytest.raises(RunError, match=f"{place} is another one in the caller than in this"):
-        of_helper(helper, backend="processes")
-
-
-def test_modules_that_nothing_has_changed_train(helper):
-    assert of_helper(helper, backend="processes").losses
+    model, data = [helper.Layer(6, 6), helper.Layer(6, 6)], batches(1, dtype=torch.float32)
+    assert apart(TWO, model, data, helper.loss, check=False).losses  # as they are
+    before = facts_of(model, helper.loss, torch.optim.SGD)
+    for place, (holder, value) in CHANGES.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(holder(helper), place.rpartition(".")[2], value)
+            with pytest.raises(ValueError, match=f"{place} is another one in the caller than"):
+                check_same(facts_of(model, helper.loss, torch.optim.SGD), before)
+            if place == "helper.SCALE":
+                with pytest.raises(RunError, match=f"{place} is another one in the caller than"):
+                    apart(TWO, model, data, helper.loss, check=False)
 
 
 def test_the_environment_is_the_callers(monkeypatch):
@@ -562,6 +458,5 @@ def test_the_environment_is_the_callers(monkeypatch):
         return torch.optim.SGD(weights, lr=float(os.environ["RATE"]))
 
     monkeypatch.setenv("RATE", "0.25")
-    data = batches(1)
-    done = run(make("gpipe", 2, 2), stages(2), data, F.mse_loss, factory, backend="processes")
+    done = apart(TWO, optimizer=factory)
     assert done.check.passed and done.rates == [[0.25]]
