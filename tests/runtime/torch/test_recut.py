@@ -1,8 +1,8 @@
 """A training goes on with the same layers in another number of stages, or of other sizes."""
 
 import copy
+import shutil
 from collections import OrderedDict
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
 
-from pipelab import Trainer, make, run
+from pipelab import Trainer, make
 from pipelab.models import load
 from pipelab.models.sequential import split
 
@@ -53,18 +53,21 @@ def by_layer(weights, balance):
     return found
 
 
-def trained(folder, balance, factory=adamw, name="pipedream_flush", **options):
-    """A Trainer's three batches from the folder's last checkpoint on; it leaves another."""
+def trained(
+    folder, balance, made=None, factory=adamw, name="pipedream_flush", check=True, **options
+):
+    """What some batches make of these layers, from the folder's last checkpoint on.
+
+    It leaves another there.
+    """
+    folder.mkdir(exist_ok=True)
     done = len([*folder.iterdir()]) * 3
-    resume = folder / str(done) if done else None
-    stages = split(layers(), balance)
-    schedule = make(name, len(balance), 4)
-    made = Trainer(
-        schedule, stages, F.mse_loss, factory, resume=resume, check=True, seed=3, **options
-    )
-    with made as trainer:
-        steps = [*trainer.fit(batches(3, done))]
-        assert all(step.check.passed for step in steps), [step.check for step in steps]
+    if done:
+        options["resume"] = folder / str(done)
+    stages, table = split(made or layers(), balance), make(name, len(balance), 4)
+    with Trainer(table, stages, F.mse_loss, factory, check=check, seed=3, **options) as trainer:
+        checks = [step.check for step in trainer.fit(batches(3, done))]
+        assert not check or all(one.passed for one in checks), checks
         trainer.save(folder / str(done + 3))
         return by_layer(trainer.weights, balance)
 
@@ -75,81 +78,77 @@ def assert_equal(found, expected):
         torch.testing.assert_close(found[place], value, rtol=1e-8, atol=1e-10)
 
 
+def begun(folder, other):
+    """A copy of a folder with its first checkpoint."""
+    shutil.copytree(folder / "3", other / "3")
+    return other
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Three checkpoints of a training in three stages, and the weights at its end."""
+    folder = tmp_path_factory.mktemp("whole")
+    *_, weights = [trained(folder, [2, 2, 4]) for _ in range(3)]
+    return folder, weights
+
+
 @pytest.mark.parametrize("second", [[8], [4, 4], [1, 2, 2, 3], [1, 1, 1, 1, 1, 1, 1, 1]], ids=str)
-def test_a_training_goes_on_in_another_number_of_stages(tmp_path, second):
-    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
-    for balance in ([2, 2, 4], [2, 2, 4], [2, 2, 4]):
-        expected = trained(tmp_path / "one", balance)
-    for balance in ([2, 2, 4], second, [3, 5]):  # and once more, from what was cut anew
-        found = trained(tmp_path / "other", balance)
+def test_a_training_goes_on_in_another_number_of_stages(whole, tmp_path, second):
+    folder, expected = whole
+    other = begun(folder, tmp_path)
+    for balance in (second, [3, 5]):  # and once more, from what was cut anew
+        found = trained(other, balance)
     assert_equal(found, expected)
 
 
 def test_replicas_and_the_schedule_may_change_as_well(tmp_path):
-    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "layers", partial(_without, layers))
-        for _ in range(2):
-            expected = trained(tmp_path / "one", [4, 4])
-        trained(tmp_path / "other", [4, 4])
-        found = trained(tmp_path / "other", [2, 2, 4], name="gpipe", replicas=3)
+    made = [nn.Identity() if isinstance(x, nn.BatchNorm1d) else x for x in layers()]
+    for _ in range(2):
+        expected = trained(tmp_path / "one", [4, 4], made)
+    other = begun(tmp_path / "one", tmp_path / "other")
+    found = trained(other, [2, 2, 4], made, name="gpipe", replicas=3)
     assert_equal(found, expected)
 
 
-def _without(made):
-    return [nn.Identity() if isinstance(x, nn.BatchNorm1d) else x for x in made()]
-
-
 def test_rates_of_layers_go_with_them(tmp_path):
-    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
-
     def by_layer_rate(weights):
         # A group for each weight: rates of their own, which the schedulers have noted.
         groups = [{"params": [w], "lr": 0.01 + 0.01 * w.ndim} for w in weights]
         optimizer = torch.optim.SGD(groups, momentum=0.9)
         return optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
 
+    def slower(weights):
+        optimizer, scheduler = by_layer_rate(weights)
+        for group in optimizer.param_groups:
+            group["initial_lr"] /= 2
+        return optimizer, scheduler
+
     for _ in range(3):
-        expected = trained(tmp_path / "one", [2, 2, 4], by_layer_rate)
-    trained(tmp_path / "other", [2, 2, 4], by_layer_rate)
+        expected = trained(tmp_path / "one", [2, 2, 4], factory=by_layer_rate)
+    other = begun(tmp_path / "one", tmp_path / "other")
     # Others are given now: those of the checkpoint stay, as with the same stages.
     with pytest.warns(UserWarning, match="continues with"):
-        trained(tmp_path / "other", [3, 5], lambda w: _slower(by_layer_rate(w)))
-    found = trained(tmp_path / "other", [8], by_layer_rate)
+        trained(other, [3, 5], factory=slower)
+    found = trained(other, [8], factory=by_layer_rate)
     assert_equal(found, expected)
 
 
-def _slower(made):
-    optimizer, scheduler = made
-    for group in optimizer.param_groups:
-        group["initial_lr"] /= 2
-    return optimizer, scheduler
-
-
-def test_one_group_of_weights_that_had_different_rates_is_refused(tmp_path, monkeypatch):
-    untied = [copy.deepcopy(layer) for layer in layers()]
-    monkeypatch.setitem(globals(), "layers", lambda: copy.deepcopy(untied))
-
+def test_one_group_of_weights_that_had_different_rates_is_refused(tmp_path):
     def two_rates(weights):
         halves = weights[: len(weights) // 2], weights[len(weights) // 2 :]
         return torch.optim.SGD([{"params": w, "lr": 0.1 + 0.1 * i} for i, w in enumerate(halves)])
 
-    stages = split(layers(), [2, 2, 4])
-    with Trainer(make("gpipe", 3, 4), stages, F.mse_loss, two_rates, check=False) as trainer:
-        list(trainer.fit(batches(1)))
-        trainer.save(tmp_path / "3")
+    trained(tmp_path / "c", [2, 2, 4], untied(), two_rates, check=False)
     with pytest.raises(ValueError, match="parameter group 0 had different learning rates"):
-        trained(tmp_path, [4, 4], two_rates)
+        trained(tmp_path / "c", [4, 4], untied(), two_rates)
 
 
 def test_what_is_no_other_cut_is_refused(tmp_path):
-    trained(tmp_path, [4, 4])
-    resume = tmp_path / "3"
-    schedule = make("gpipe", 2, 4)
+    trained(tmp_path / "c", [4, 4])
 
-    def going_on(stages, schedule=schedule):
-        return Trainer(schedule, stages, F.mse_loss, adamw, resume=resume)
+    def going_on(stages, factory=adamw):
+        table = make("gpipe", len(stages), 4)
+        return Trainer(table, stages, F.mse_loss, factory, resume=tmp_path / "c" / "3")
 
     with pytest.raises(ValueError, match=r"2 stages of \[4, 4\] layers.* 2 stages of \[4, 3\]"):
         going_on(split(layers()[:-1], [4, 3]))
@@ -170,42 +169,34 @@ def test_what_is_no_other_cut_is_refused(tmp_path):
             return self.stage(x)
 
     with pytest.raises(ValueError, match=r"as nn\.Sequentials"):
-        going_on([*map(Own, split(layers(), [2, 2, 4]))], make("gpipe", 3, 4))
+        going_on([*map(Own, split(layers(), [2, 2, 4]))])
 
     def adam(weights):
         return torch.optim.Adam([{"params": weights[:1]}, {"params": weights[1:]}])
 
     with pytest.raises(ValueError, match=r"made with AdamW and SequentialLR, .*has Adam and no"):
-        Trainer(schedule, split(layers(), [3, 5]), F.mse_loss, adam, resume=resume)
+        going_on(split(layers(), [3, 5]), adam)
+
+
+def untied():  # without a flush, versions of tied weights would differ
+    return [copy.deepcopy(layer) for layer in layers()]
 
 
 def test_without_a_flush_the_cut_stays(tmp_path):
-    own = [copy.deepcopy(layer) for layer in layers()]
-    given = batches(4), F.mse_loss, torch.optim.SGD
-    table = make("pipedream", 2, 4, batches=4)
-    run(table, split(own, [4, 4]), *given, save=tmp_path / "c", stop=2)
+    trained(tmp_path / "c", [4, 4], untied(), name="pipedream")
     with pytest.raises(ValueError, match="give the same stages, without a flush"):
-        run(table, split(own, [3, 5]), *given, resume=tmp_path / "c")
+        trained(tmp_path / "c", [3, 5], untied(), name="pipedream")
 
 
 def test_without_a_flush_the_newest_weights_load_into_any_cut(tmp_path):
-    def own():  # versions of tied weights would differ
-        return [copy.deepcopy(layer) for layer in layers()]
-
-    table, stages = make("pipedream_2bw", 2, 4), split(own(), [4, 4])
-    with Trainer(table, stages, F.mse_loss, adamw, check=False) as trainer:
-        list(trainer.fit(batches(3)))
-        trainer.save(tmp_path / "c")
-        weights = trainer.weights
-    other = own()
-    load(split(other, [3, 5]), tmp_path / "c")
+    wanted = trained(tmp_path / "c", [4, 4], untied(), name="pipedream_2bw")
+    other = untied()
+    load(split(other, [3, 5]), tmp_path / "c" / "3")
     found = by_layer([nn.Sequential(*other).state_dict()], [8])
-    wanted = by_layer(weights, [4, 4])
     assert wanted and all(torch.equal(found[place], wanted[place]) for place in wanted)
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_a_factory_is_given_names_that_no_cut_changes(tmp_path, backend):
+def test_a_factory_is_given_names_that_no_cut_changes(tmp_path):
     seen = []
 
     def decayed(named_parameters):
@@ -219,12 +210,10 @@ def test_a_factory_is_given_names_that_no_cut_changes(tmp_path, backend):
         ]
         return torch.optim.AdamW([of for of in groups if of["params"]], lr=1e-2)
 
-    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
     for _ in range(2):
-        expected = trained(tmp_path / "one", [2, 2, 4], decayed, backend=backend)
-    trained(tmp_path / "other", [2, 2, 4], decayed, backend=backend)
-    found = trained(tmp_path / "other", [5, 3], decayed, backend=backend)
-    assert_equal(found, expected)
+        expected = trained(tmp_path / "one", [2, 2, 4], factory=decayed)
+    other = begun(tmp_path / "one", tmp_path / "other")
+    assert_equal(trained(other, [5, 3], factory=decayed, backend="processes"), expected)
     every = {name for names in seen for name in names}
     own = nn.Sequential(*layers())
     assert every == {name for name, _ in own.named_parameters()}  # a tied weight has one
@@ -338,25 +327,13 @@ def test_a_buffer_in_two_layers_goes_with_both(tmp_path):
         scale = torch.full((8,), 0.5, dtype=torch.float64)
         return [Counted(scale) if i in (1, 3) else nn.Linear(8, 8).double() for i in range(5)]
 
-    resume, expected = None, None
-    for k, balance in enumerate(([2, 3], [2, 3], [5], [1, 4], [1, 2, 2])):
-        given = make("gpipe", len(balance), 4), split(own(), balance), F.mse_loss, adamw
-        with Trainer(*given, check=True, resume=resume) as trainer:
-            assert all(step.check.passed for step in trainer.fit(batches(1, k)))
-            resume = tmp_path / str(k)
-            trainer.save(resume)
-            found = by_layer(trainer.weights, balance)
-        assert expected is None or found.keys() == expected
-        expected = found.keys()
+    cuts = [2, 3], [2, 3], [5], [1, 4], [1, 2, 2]
+    first, *others = [trained(tmp_path / "c", balance, own()) for balance in cuts]
+    assert all(found.keys() == first.keys() for found in others)
 
 
 def test_an_untied_checkpoint_is_refused_by_a_tied_model(tmp_path):
-    apart = layers()
-    apart[-1] = nn.Linear(8, 8).double()
-    schedule = make("gpipe", 2, 4)
-    with Trainer(schedule, split(apart, [4, 4]), F.mse_loss, adamw, check=False) as trainer:
-        list(trainer.fit(batches(1)))
-        trainer.save(tmp_path / "c")
+    trained(tmp_path / "c", [4, 4], untied())
     for balance in ([4, 4], [3, 5]):
-        with pytest.raises(ValueError, match=r"is tied to another in the model, but they"):
-            Trainer(schedule, split(layers(), balance), F.mse_loss, adamw, resume=tmp_path / "c")
+        with pytest.raises(ValueError, match="is tied to another in the model, but they"):
+            trained(tmp_path / "c", balance)
