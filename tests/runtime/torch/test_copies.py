@@ -18,14 +18,13 @@ from pipelab import (
     fit,
     make,
     memory,
-    run,
     simulate,
     validate,
 )
 from pipelab.models import load
 from pipelab.training.trainer import Trainer
 from tests.conftest import thorough
-from tests.support import SGD, batches, stages
+from tests.support import SGD, batches, passing, resumed, run_of, stages
 
 BIDIRECTIONAL = [
     make("chimera", 4, 4, batches=2),
@@ -39,17 +38,10 @@ BIDIRECTIONAL = [
 @pytest.mark.parametrize("table", BIDIRECTIONAL, ids=str)
 def test_they_train_as_one_device_does(table, backend):
     data = batches(2, samples=24)
-    done = run(table, stages(table.devices), data, F.mse_loss, SGD, backend=backend, clip=0.5)
-    assert done.check.passed, done.check
+    done = passing(table, data=data, backend=backend, clip=0.5)
     assert len(done.weights) == table.devices and done.norms
-    alone = run(
-        make("gpipe", 1, 1, batches=2),
-        [nn.Sequential(*stages(table.devices))],
-        data,
-        F.mse_loss,
-        SGD,
-        clip=0.5,
-    )
+    model = [nn.Sequential(*stages(table.devices))]
+    alone = run_of(make("gpipe", 1, 1, batches=2), model, data, clip=0.5, check=False)
     assert done.losses == pytest.approx(alone.losses)
     assert done.norms == pytest.approx(alone.norms)
 
@@ -66,9 +58,7 @@ def test_a_copy_that_is_not_told_of_a_gradient_fails_the_check(monkeypatch):
         return found
 
     monkeypatch.setattr(Worker, "_collect_news", forget)
-    table = BIDIRECTIONAL[0]
-    done = run(table, stages(4), batches(2), F.mse_loss, SGD, backend="threads")
-    assert not done.check.passed
+    assert not run_of(BIDIRECTIONAL[0]).check.passed
 
 
 class Moving(nn.Module):
@@ -148,8 +138,7 @@ def test_an_evaluation_leaves_buffers_as_they_were(options):
 def test_running_averages_are_those_of_the_first_copys_micro_batches(recompute):
     data, table = batches(2, samples=16), make("chimera", 2, 4, batches=2)
     stages = [moving()[0].requires_grad_(False), Moving()]
-    done = run(table, stages, data, F.mse_loss, SGD, recompute=recompute, replicas=2)
-    assert done.check.passed, done.check
+    done = passing(table, stages, data, recompute=recompute, replicas=2)
     first = sum(not copy for copy in table.copy_of)
     assert done.weights[0]["0.seen"] == done.weights[1]["seen"] == first
 
@@ -158,50 +147,33 @@ def test_they_evaluate_drop_out_and_mixed_precision():
     model = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4)]
     data = batches(2, dtype=torch.float32)
     table = make("chimera", 4, 4, batches=2)
-    done = run(table, model, data, F.mse_loss, SGD, seed=3, autocast=torch.bfloat16)
-    assert done.check.passed, done.check
+    passing(table, model, data, seed=3, autocast=torch.bfloat16)
     assert evaluate(table, model, data, F.mse_loss).check.passed
 
 
 def test_a_training_of_copies_stops_and_goes_on(tmp_path):
-    data, model, table = batches(4), stages(4), make("dualpipe", 4, 8, batches=4)
-    adam = torch.optim.AdamW
-    whole = run(table, model, data, F.mse_loss, adam)
-    first = run(table, model, data, F.mse_loss, adam, stop=2, save=tmp_path / "half")
-    rest = run(table, model, data, F.mse_loss, adam, resume=tmp_path / "half")
-    assert first.check.passed and rest.check.passed
-    for one, other in zip(whole.weights, rest.weights, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_trainer_takes_short_batches():
-    data = [batches(1, samples=n)[0] for n in (16, 16, 6)]
-    with Trainer(make("dualpipe", 4, 8), stages(4), F.mse_loss, SGD) as trainer:
-        trained = list(trainer.fit(data))
-        weights = trainer.weights
-    assert len(trained) == 3 and len(weights) == 4
+    table = make("dualpipe", 4, 8, batches=4)
+    resumed(tmp_path / "half", table, optimizer=torch.optim.AdamW)
 
 
 def test_a_copy_may_have_no_micro_batch():
     for table in (make("chimera", 2, 1, batches=2), make("dualpipe", 4, 1, batches=2)):
-        model = stages(table.devices)
-        done = run(table, model, batches(2), F.mse_loss, SGD, clip=0.5, replicas=2)
-        assert done.check.passed, done.check
-    with Trainer(make("dualpipe", 4, 8), stages(4), F.mse_loss, SGD) as trainer:
-        data = [batches(1, samples=n)[0] for n in (16, 1, 2)]
-        assert len(list(trainer.fit(data))) == 3
+        passing(table, clip=0.5, replicas=2)
+    with Trainer(make("dualpipe", 4, 8), stages(4), F.mse_loss, SGD, check=1) as trainer:
+        data = [batches(1, samples=n)[0] for n in (16, 6, 1, 2)]
+        assert [step.check.passed for step in trainer.fit(data)] == [True] * 4
+        assert len(trainer.weights) == 4
 
 
 def test_a_checkpoint_of_copies_is_one_of_the_model(tmp_path):
     """Written by one kind of table, read by the other, and into the model."""
-    data, sizes = batches(4), {"batches": 4}
-    tables = make("chimera", 2, 4, **sizes), make("gpipe", 2, 4, **sizes)
-    whole = run(tables[1], stages(2), data, F.mse_loss, torch.optim.AdamW)
+    tables = [make(name, 2, 4, batches=4) for name in ("chimera", "gpipe")]
+    adam = {"optimizer": torch.optim.AdamW}
+    whole = run_of(tables[1], **adam, check=False)
     for number, (one, other) in enumerate((tables, tables[::-1])):
         folder = tmp_path / str(number)
-        run(one, stages(2), data, F.mse_loss, torch.optim.AdamW, stop=2, save=folder)
-        done = run(other, stages(2), data, F.mse_loss, torch.optim.AdamW, resume=folder)
-        assert done.check.passed, done.check
+        run_of(one, **adam, stop=2, save=folder, check=False)
+        done = passing(other, **adam, resume=folder)
         for mine, theirs in zip(done.weights, whole.weights, strict=True):
             for name in mine:
                 torch.testing.assert_close(mine[name], theirs[name])
@@ -211,8 +183,8 @@ def test_a_checkpoint_of_copies_is_one_of_the_model(tmp_path):
 
 def test_what_is_measured_of_copies_is_of_the_model():
     costs = Costs(forward=(1, 2, 3, 4), transfer=0.5, activations=8)
-    for name in ("chimera", "dualpipe"):
-        t = simulate(make(name, 4, 8).overlap() if name == "dualpipe" else make(name, 4, 8), costs)
+    for table in (make("chimera", 4, 8), make("dualpipe", 4, 8).overlap()):
+        t = simulate(table, costs)
         found = fit(t)
         assert len(found.forward) == 4
         assert simulate(make("gpipe", 4, 8), found).makespan > 0
@@ -231,32 +203,7 @@ def test_a_table_of_copies_is_validated():
     with pytest.raises(ScheduleError, match="dualpipe needs an even number of devices, got 3"):
         make("dualpipe", 3, 6)
     with pytest.raises(ValueError, match="4 modules for the 2 stages of chimera"):
-        run(table, stages(4), batches(1), F.mse_loss, SGD)
-
-
-@pytest.mark.parametrize("p", [2, 4, 8])
-@pytest.mark.parametrize("times", [(1, 1, 1, 3), (1, 1, 1, 2.5), (2, 2, 1, 4)])
-def test_dualpipe_has_its_papers_bubble_and_memory(p, times):
-    """Table 2 of DeepSeek-V3: (PP / 2 - 1)(F&B + B - 3 W), and PP + 1 activations."""
-    forward, input_grad, weight_grad, together = times
-    costs = Costs(
-        forward=forward, input_grad=input_grad, weight_grad=weight_grad, together=together
-    )
-    for m in (2 * p, 3 * p):
-        table = make("dualpipe", p, m).overlap()
-        t = simulate(table, costs)
-        backward = input_grad + weight_grad
-        bubble = (p / 2 - 1) * (together + backward - 3 * weight_grad)
-        assert t.makespan - min(t.busy) == pytest.approx(bubble)
-        assert table.peak_in_flight == [p + 1] * p
-
-
-def test_chimera_has_its_papers_bubble():
-    """Table 2 of the paper, where a backward takes as long as a forward: D - 2 of 2 N + D - 2."""
-    for p in (2, 4, 6, 8):
-        for m in (p, 2 * p, 3 * p):
-            t = simulate(make("chimera", p, m), Costs(input_grad=0.5, weight_grad=0.5))
-            assert t.bubble.of_span == pytest.approx((p - 2) / (2 * m + p - 2))
+        run_of(table, stages(4))
 
 
 def test_one_cost_per_stage_is_of_one_copy():
@@ -268,14 +215,20 @@ def test_one_cost_per_stage_is_of_one_copy():
     assert Schedule.from_csv(table.to_csv()) == table
 
 
+def own_table(*rows, microbatches, **options):
+    """A table of two copies of one stage."""
+    actions = [[Action.parse(cell) for cell in row.split()] for row in rows]
+    return Schedule("own", actions, (0, 1), microbatches, copies=2, **options)
+
+
 def test_copies_that_take_turns_otherwise_in_later_batches():
     """Was: in an endless training the first batch's places were looked up: KeyError."""
-    rows = (
+    table = own_table(
         "0F0 0B0 0U0 0F3 0B3 0U1 0F5 0B5 0U2 0F7 0B7 0U3",
         "1F1 1B1 1U0 1F2 1B2 1U1 1F4 1B4 1U2 1F6 1B6 1U3",
+        microbatches=2,
+        batches=4,
     )
-    actions = [[Action.parse(cell) for cell in row.split()] for row in rows]
-    table = Schedule("own", actions, (0, 1), 2, batches=4, copies=2)
     with Trainer(table, stages(1), F.mse_loss, SGD, check=1) as trainer:
         for step in trainer.fit(batches(6)):
             assert step.check.passed, step.check
@@ -285,7 +238,6 @@ def test_copies_that_take_turns_otherwise_in_later_batches():
 def test_copies_without_a_flush_are_refused_as_copies():
     """Was: "stages 0 and 1 share the weight", of which the user had given one."""
     rows = "0F0 0B0 0U0 0F2 0B2 0U1", "1F1 1B1 1U0 1F3 1B3 1U1"
-    actions = [[Action.parse(cell) for cell in row.split()] for row in rows]
-    table = Schedule("own", actions, (0, 1), 4, per_update=2, copies=2)
+    table = own_table(*rows, microbatches=4, per_update=2)
     with pytest.raises(ValueError, match=r"own has 2 copies of the model and .* without a flush"):
-        run(table, stages(1), batches(1), F.mse_loss, SGD)
+        run_of(table, stages(1))

@@ -17,15 +17,17 @@ from pipelab import (
     fit,
     make,
     memory,
-    run,
     simulate,
     validate,
 )
 from pipelab.models import split
 from pipelab.models.gpt2 import gpt2, next_token_loss
 from pipelab.models.sliced import Sliced
+from tests.conftest import thorough
+from tests.support import passing, run_of
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
+GIVEN = next_token_loss, ADAM
 
 
 def model(p, dtype=torch.float64):
@@ -47,22 +49,14 @@ SLICED = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("backend", ["threads", *thorough("processes")])
 @pytest.mark.parametrize("table", SLICED, ids=str)
 def test_they_train_as_whole_sequences_do(table, backend):
-    done = run(
-        table, model(table.devices), data(2), next_token_loss, ADAM, backend=backend, clip=0.3
-    )
-    assert done.check.passed, done.check
+    given = model(table.devices), data(2), *GIVEN
+    done = passing(table, *given, backend=backend, clip=0.3)
     sequences = table.microbatches // table.per_sequence
-    whole = run(
-        make("pipedream_flush", table.devices, sequences, batches=2),
-        model(table.devices),
-        data(2),
-        next_token_loss,
-        ADAM,
-        clip=0.3,
-    )
+    table = make("pipedream_flush", table.devices, sequences, batches=2)
+    whole = run_of(table, *given, clip=0.3, check=False)
     assert done.losses == pytest.approx(whole.losses, rel=1e-12)
     assert len(done.microbatch_losses) == len(whole.microbatch_losses)
     for one, other in zip(done.weights, whole.weights, strict=True):
@@ -74,8 +68,7 @@ def test_they_train_as_whole_sequences_do(table, backend):
 def test_in_other_precisions_too(precision):
     autocast = precision if precision is torch.bfloat16 else None
     stages = model(2, torch.float32)
-    done = run(SLICED[0], stages, data(2), next_token_loss, ADAM, autocast=autocast)
-    assert done.check.passed, done.check
+    passing(SLICED[0], stages, data(2), *GIVEN, autocast=autocast)
     assert evaluate(SLICED[0], stages, data(2), next_token_loss).check.passed
 
 
@@ -89,8 +82,7 @@ def test_keys_whose_gradients_are_lost_fail_the_check(monkeypatch):
         return prepare(self, microbatch, received)
 
     monkeypatch.setattr(TorchStage, "_prepare", forget)
-    done = run(SLICED[0], model(2), data(2), next_token_loss, ADAM, backend="threads")
-    assert not done.check.passed
+    assert not run_of(SLICED[0], model(2), data(2), *GIVEN).check.passed
 
 
 def test_split_backwards_and_slices_that_count_nothing():
@@ -107,20 +99,16 @@ def test_split_backwards_and_slices_that_count_nothing():
 
     batches = data(1)
     batches[0][1][:, :6] = -1
-    done = run(table, model(2), batches, loss, ADAM)
-    assert done.check.passed, done.check
+    passing(table, model(2), batches, loss, ADAM)
 
 
-def test_a_running_sum_of_any_stage():
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_running_sum_of_any_stage(backend):
     """Not only attention: whatever a stage leaves is passed on, and gets its gradient back."""
 
-    class Running(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4).double()
-
+    class Running(nn.Linear):
         def forward(self, x, past=None):
-            sums = self.linear(x).cumsum(1)
+            sums = super().forward(x).cumsum(1)
             if past is None:
                 return sums
             sums = sums + past["sum"][:, None] if past else sums
@@ -128,8 +116,8 @@ def test_a_running_sum_of_any_stage():
 
     torch.manual_seed(0)
     batches = [(torch.randn(4, 6, 4).double(), torch.randn(4, 6, 4).double())]
-    done = run(make("seq1f1b", 2, 2, slices=3), [Running(), Running()], batches, F.mse_loss, ADAM)
-    assert done.check.passed, done.check
+    stages = [Running(4, 4).double() for _ in range(2)]
+    passing(make("seq1f1b", 2, 2, slices=3), stages, batches, backend=backend, clip=0.3)
 
 
 def test_slices_cost_their_part_of_attentions_triangle():
@@ -141,6 +129,7 @@ def test_slices_cost_their_part_of_attentions_triangle():
     assert memory(t, Costs(activations=80)).peak("activations") == pytest.approx([80])
     even = simulate(make("seq1f1b", 4, 8, slices=4))
     assert even.makespan < simulate(make("pipedream_flush", 4, 8)).makespan
+    assert make("seq1f1b", 4, 8, slices=1).rows == make("pipedream_flush", 4, 8).rows
 
 
 def test_costs_that_are_fitted_are_of_whole_sequences():
@@ -150,16 +139,6 @@ def test_costs_that_are_fitted_are_of_whole_sequences():
     assert found.forward == pytest.approx((8, 8))
     assert found.activations == pytest.approx((40, 40))
     assert simulate(t.schedule, found).makespan == pytest.approx(t.makespan)
-
-
-@pytest.mark.parametrize(("p", "slices"), [(4, 2), (4, 4), (8, 4)])
-def test_seq1f1b_has_its_papers_bubble_and_memory(p, slices):
-    """Without attention's growth: the bubble is 1F1B's of slices, p - 1 of m k."""
-    table = make("seq1f1b", p, 2 * p, slices=slices)
-    t = simulate(table)
-    assert t.bubble.over_ideal == pytest.approx((p - 1) / (2 * p * slices))
-    assert table.peak_in_flight == [p - s - 1 + slices for s in range(p)]
-    assert make("seq1f1b", p, 2 * p, slices=1).rows == make("pipedream_flush", p, 2 * p).rows
 
 
 def test_what_cannot_be_sliced_is_refused():
@@ -178,11 +157,11 @@ def test_what_cannot_be_sliced_is_refused():
     with pytest.raises(ScheduleError, match="torch's tables cannot"):
         make("seq1f1b", 2, 2).to_torch_csv()
     with pytest.raises(ValueError, match="stage 0 is a Sequential, which takes whole sequences"):
-        run(table, [nn.Sequential(*s) for s in model(2)], data(2), next_token_loss, ADAM)
+        run_of(table, [nn.Sequential(*s) for s in model(2)], data(2), *GIVEN)
     with pytest.raises(ValueError, match="leave out dropout, seed and recompute"):
-        run(table, model(2), data(2), next_token_loss, ADAM, seed=1)
+        run_of(table, model(2), data(2), *GIVEN, seed=1)
     with pytest.raises(ValueError, match="sequences of 2 positions for 3 slices"):
-        run(table, model(2), data(2, length=2), next_token_loss, ADAM)
+        run_of(table, model(2), data(2, length=2), *GIVEN)
     assert Schedule.from_csv(table.to_csv()) == table
 
 
@@ -192,8 +171,7 @@ def test_an_update_of_each_sequence():
         "0F0 0F1 0F2 0F3 0B1 0B0 0U0 0B3 0B2 0U1\n"
         "1F0 1F1 1B1 1B0 1U0 1F2 1F3 1B3 1B2 1U1"
     )
-    done = run(table, model(2), data(1), next_token_loss, ADAM)
-    assert done.check.passed, done.check
+    passing(table, model(2), data(1), *GIVEN)
 
 
 def test_a_pair_of_slices_saves_their_share():
@@ -246,7 +224,7 @@ def test_a_loss_that_is_no_mean_fails_where_outputs_alone_can_be_asked():
     def summed(output, target):
         return next_token_loss(output, target) * len(target)
 
-    right = run(table, stages, data(1), next_token_loss, ADAM).check
-    assert right.passed and "the undivided batch (forwards draw" in str(right), right
-    wrong = run(table, stages, data(1), summed, ADAM).check
+    right = passing(table, stages, data(1), *GIVEN).check
+    assert "the undivided batch (forwards draw" in str(right)
+    wrong = run_of(table, stages, data(1), summed, ADAM).check
     assert "The loss is not a mean over the samples" in str(wrong)
