@@ -9,23 +9,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import RunError, Trainer, make, run
+from pipelab import RunError, Trainer, make
 from pipelab.models.gpt2 import next_token_loss
 from pipelab.models.sliced import Sliced
 from tests.runtime.torch import test_slices as slices
-from tests.support import SGD, batches
+from tests.support import SGD, batches, passing, run_of
 
 TABLE = make("gpipe", 2, 4, batches=2)
 THIS_MODULE = sys.modules[__name__]
-LOOSE = torch.ones(6, dtype=torch.float64, requires_grad=True)
+LOOSE, OTHER = (torch.ones(6, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
 
 def linear():
     return nn.Linear(6, 6).double()
 
 
-def train(stages, loss=F.mse_loss, optimizer=SGD, table=TABLE, **options):
-    return run(table, stages, batches(2, 16), loss, optimizer, check=False, **options)
+def train(stages, table=TABLE, **options):
+    return run_of(table, stages, batches(2, 16), check=False, **options)
 
 
 class Holding(nn.Module):
@@ -104,37 +104,29 @@ def scaled_by_a_module(y, target):
     return F.mse_loss(y * THIS_MODULE.LOOSE, target)
 
 
+def of_a_count(y, target):
+    return F.mse_loss(y, target), y.abs().sum()
+
+
 LOSSES = {
     "module": (WithWeight(), ValueError, "the loss has a weight of its own, scale"),
     "method": (WithWeight().forward, RunError, "the loss.scale uses a weight"),
     "closure": (closed_over(LOOSE), RunError, r"the loss \(scale\) uses a weight"),
-    "partial": (
-        partial(scaled, scale=LOOSE.detach().clone().requires_grad_()),
-        RunError,
-        r"the loss.keywords\['scale'\] uses a",
-    ),
+    "partial": (partial(scaled, scale=OTHER), RunError, r"the loss.keywords\['scale'\] uses a"),
     "global": (scaled, RunError, r"the loss \(\S+\.LOOSE\) uses a weight of shape \(6,\)"),
-    "global of a module": (
-        scaled_by_a_module,
-        RunError,
-        r"the loss \(\S+\.LOOSE\) uses a weight of shape",
-    ),
-    "count": (
-        lambda y, target: (F.mse_loss(y, target), y.abs().sum()),
-        RunError,
-        "count has a gradient, which would be lost",
-    ),
+    "global of a module": (scaled_by_a_module, RunError, r"the loss \(\S+\.LOOSE\) uses a weight"),
+    "count": (of_a_count, RunError, "count has a gradient, which would be lost"),
 }
 
 
 @pytest.mark.parametrize(("loss", "error", "message"), LOSSES.values(), ids=LOSSES)
 def test_a_loss_with_weights_or_a_count_that_depends_on_them_is_refused(loss, error, message):
     with pytest.raises(error, match=message):
-        train([linear(), linear()], loss)
+        train([linear(), linear()], loss=loss)
 
 
 def test_a_frozen_weight_in_a_loss_is_none():
-    train([linear(), linear()], WithWeight().requires_grad_(False))
+    train([linear(), linear()], loss=WithWeight().requires_grad_(False))
 
 
 class Buffered(nn.Module):
@@ -162,8 +154,7 @@ def test_one_buffer_of_two_stages_may_not_change():
         train([Buffered(one, in_place) for _ in range(2)])
     # What is put in its place is each stage's own, without a pipeline, too.
     for change in (replaced, lambda stage: None):
-        done = run(TABLE, [Buffered(one, change) for _ in range(2)], batches(2), F.mse_loss, SGD)
-        assert done.check.passed, done.check
+        passing(TABLE, [Buffered(one, change) for _ in range(2)])
 
 
 def test_weights_that_share_memory_without_being_one_are_refused():
@@ -175,20 +166,20 @@ def test_weights_that_share_memory_without_being_one_are_refused():
 
 # ---- copies and replicas that would diverge
 
-SEVERAL = {
-    "replicas": {"table": TABLE, "replicas": 2},
-    "copies": {"table": make("dualpipe", 2, 4, batches=2)},
-}
+several = pytest.mark.parametrize(
+    ("table", "replicas"),
+    [(TABLE, 2), (make("dualpipe", 2, 4, batches=2), 1)],
+    ids=["replicas", "copies"],
+)
 
 
-@pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
-def test_an_embedding_with_max_norm_has_one_copy(options):
+@several
+def test_an_embedding_with_max_norm_has_one_copy(table, replicas):
     words = [tuple(torch.randint(9, (16,)) for _ in range(2)) for _ in range(2)]
-    stages = [nn.Embedding(9, 6, max_norm=1.0), nn.Linear(6, 9)]
-    arguments = words, F.cross_entropy, SGD
+    given = [nn.Embedding(9, 6, max_norm=1.0), nn.Linear(6, 9)], words, F.cross_entropy
     with pytest.raises(ValueError, match=r"stage 0: its Embedding has max_norm=1.0, .*replicas=1"):
-        run(options["table"], stages, *arguments, replicas=options.get("replicas", 1))
-    assert run(TABLE, stages, *arguments).check.passed
+        run_of(table, *given, replicas=replicas)
+    passing(TABLE, *given)
 
 
 class Averaging(nn.Module):
@@ -213,27 +204,31 @@ class Drawing(torch.optim.SGD):
 DIVERGING = {"a forward": (Averaging, SGD, "mean"), "a step": (linear, Drawing, "(weight|bias)")}
 
 
-@pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
+@several
 @pytest.mark.parametrize(("make_stage", "optimizer", "name"), DIVERGING.values(), ids=DIVERGING)
-def test_copies_that_diverge_are_told_at_the_end(make_stage, optimizer, name, options, tmp_path):
+def test_copies_that_diverge_are_told_at_the_end(
+    make_stage, optimizer, name, table, replicas, tmp_path
+):
     message = f"weight {name} of stage . differs between copy 0 of replica 0 and copy"
-    stages = [make_stage(), linear()]
+    options = {"optimizer": optimizer, "replicas": replicas, "save": tmp_path / "kept"}
     with pytest.raises(RunError, match=message) as caught:
-        train(stages, F.mse_loss, optimizer, save=tmp_path / "kept", **options)
+        train([make_stage(), linear()], table, **options)
     assert len(caught.value.run.losses) == 2
     assert not (tmp_path / "kept").exists()
 
 
-@pytest.mark.parametrize("ask", [lambda t, f: t.weights, lambda t, f: t.save(f / "x")])
-@pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
-def test_a_trainer_tells_when_its_weights_are_asked(ask, options, tmp_path):
-    arguments = [Averaging(), linear()], F.mse_loss, SGD
-    data, replicas = batches(2, 16), options.get("replicas", 1)
-    table = make(options["table"].name, 2, 4)
-    with Trainer(table, *arguments, replicas=replicas, check=False) as trainer:
-        list(trainer.fit(data))
-        with pytest.raises(RunError, match="weight mean of stage 0 differs"):
-            ask(trainer, tmp_path)
+def trainer_of(table, replicas, module):
+    stages = [module, linear()]
+    return Trainer(table.part(0, 1), stages, F.mse_loss, SGD, replicas=replicas, check=False)
+
+
+@several
+def test_a_trainer_tells_when_its_weights_are_asked(table, replicas, tmp_path):
+    with trainer_of(table, replicas, Averaging()) as trainer:
+        list(trainer.fit(batches(2, 16)))
+        for ask in (lambda: trainer.weights, lambda: trainer.save(tmp_path / "kept")):
+            with pytest.raises(RunError, match="weight mean of stage 0 differs"):
+                ask()
 
 
 class Remembering(nn.Module):
@@ -248,22 +243,20 @@ class Remembering(nn.Module):
         return self.inner(x) + 0 * self.mean
 
 
-@pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
-def test_attributes_that_diverge_are_told_when_they_are_saved(options, tmp_path):
-    table, replicas = make(options["table"].name, 2, 4), options.get("replicas", 1)
-    stages, data = [Remembering(), linear()], batches(2, 16)
-    with Trainer(table, stages, F.mse_loss, SGD, replicas=replicas, check=False) as trainer:
-        list(trainer.fit(data))
+@several
+def test_attributes_that_diverge_are_told_when_they_are_saved(table, replicas, tmp_path):
+    with trainer_of(table, replicas, Remembering()) as trainer:
+        list(trainer.fit(batches(2, 16)))
         with pytest.raises(ValueError, match="attribute mean of stage 0 differs between copy 0"):
             trainer.save(tmp_path / "kept")
         assert not (tmp_path / "kept").exists()
-        assert len(list(trainer.fit(data))) == 2
+        assert len(list(trainer.fit(batches(2, 16)))) == 2
 
 
 def test_weights_that_are_nan_are_equal():
     stages = [linear(), linear()]
     stages[0].weight.data[0, 0] = float("nan")
-    assert train(stages, finite=False, **SEVERAL["replicas"]).losses
+    assert train(stages, finite=False, replicas=2).losses
 
 
 # ---- slices
@@ -287,12 +280,10 @@ def shifted(logits, target):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_slices_of_what_is_not_causal_are_refused(dtype):
     first, last = slices.model(2, dtype)
+    table, data = slices.SLICED[0], slices.data(2)
     stages = [first, Sliced(Everywhere().to(dtype), *last)]
-    arguments = slices.SLICED[0], slices.data(2), slices.ADAM
-    table, data, adam = arguments
     with pytest.raises(ValueError, match="stage 1 computes something else of slices than of whole"):
-        run(table, stages, data, next_token_loss, adam, check=False)
-    with pytest.raises(
-        ValueError, match=r"mean over their slices is .*: shift targets in the data"
-    ):
-        run(table, [first, last], data, shifted, adam, check=False)
+        run_of(table, stages, data, next_token_loss)
+    said = "mean over their slices is .*: shift targets in the data"
+    with pytest.raises(ValueError, match=said):
+        run_of(table, [first, last], data, shifted)

@@ -6,7 +6,6 @@ its own goes on; work counts once an event has been recorded after it.
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpu.cases import CASES
-from pipelab import RunError, Schedule, Trainer, make, run
+from pipelab import RunError, Schedule, Trainer, make
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch, Order
 from pipelab.runtime.torch import (
@@ -35,7 +34,7 @@ from pipelab.runtime.torch import (
 )
 from pipelab.table.action import HOST
 from tests.runtime.torch.test_overlapped import OVERLAPPED
-from tests.support import SGD, batches, stages
+from tests.support import PYTHON, SGD, passing, run_of, stages
 
 CPU = torch.device("cpu")
 ELSEWHERE = torch.device("cpu:0")  # as another device than that of all tensors
@@ -226,7 +225,7 @@ def test_weights_are_made_on_the_workers_stream_after_the_callers_work(gpu):
         return SGD(parameters)
 
     before = gpu.callers.record_event().clock[gpu.callers]
-    run(make("pipedream", 2, 4), stages(2), batches(1), F.mse_loss, optimizer, check=False)
+    run_of(make("pipedream", 2, 4), optimizer=optimizer, check=False)
     assert [stream for stream, _ in made] == [streams.stream_of("cpu", w) for w in range(2)]
     assert all(seen >= before for _, seen in made)
     # The caller may change its modules once they have been copied.
@@ -243,7 +242,7 @@ def test_backwards_are_launched_by_their_own_workers():
             return super().forward(x)
 
     model = [Noting(6, 6, dtype=torch.float64) for _ in range(2)]
-    run(make("gpipe", 2, 2), model, batches(1), F.mse_loss, SGD, check=False)
+    run_of(make("gpipe", 2, 2), model, check=False)
     assert seen == {(f"pipelab device {row}", False) for row in range(2)}
 
 
@@ -264,10 +263,8 @@ def test_the_host_is_two_steps_ahead_at_most_and_memory_with_it(order, gpu, monk
     def looking(self):
         own = [block for block in blocks if block[2] is self.stream]
         for block in own:
-            if block[3] is None and block[0].expired():
-                block[3] = (
-                    self.stream.record_event().clock
-                )  # as torch's allocator, when it is freed
+            if block[3] is None and block[0].expired():  # as torch's allocator, when it is freed
+                block[3] = self.stream.record_event().clock
         peaks.append(sum(n for _, n, _, freed in own if not freed or not freed <= Stream.done))
         return real(self)
 
@@ -277,7 +274,7 @@ def test_the_host_is_two_steps_ahead_at_most_and_memory_with_it(order, gpu, monk
     x = torch.randn(4 * 24, 64)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)]
     model = layers if order.stages == 2 else [nn.Sequential(*layers)]
-    run(order, model, [(x, x)], F.mse_loss, SGD, check=False)
+    run_of(order, model, [(x, x)], check=False)
     data = 2 * x.nbytes if order.stages == 1 else 0  # they are offloaded, too, but stay
     assert max(peaks) > 0 and max(peaks) - data <= 6 * x[:4].nbytes
 
@@ -295,9 +292,7 @@ def test_overlapping_actions_of_two_stages_wait_for_what_came_before_and_not_for
         return event
 
     monkeypatch.setattr(cuda.CudaDevice, "now", now)
-    table = Schedule.from_grid("0F0 1F0 0F1+1B0 0B0 1F1 1B1 0B1")
-    done = run(table, stages(2), batches(1), F.mse_loss, SGD)
-    assert done.check.passed
+    passing(Schedule.from_grid("0F0 1F0 0F1+1B0 0B0 1F1 1B1 0B1"))
     order = ["0F0", "1F0", "1B0", "0F1", "0B0"]  # the backward of a pair is launched first
     spans = {name: marks[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(order)}
 
@@ -313,8 +308,7 @@ def test_overlapping_actions_of_two_stages_wait_for_what_came_before_and_not_for
 
 @pytest.mark.parametrize("table", OVERLAPPED, ids=lambda table: table.name)
 def test_overlapped_tables_train_on_streams_as_one_device_does(table, gpu):
-    done = run(table, stages(table.stages), batches(table.batches), F.mse_loss, SGD)
-    assert done.check.passed, done.check
+    passing(table)
 
 
 @here
@@ -333,7 +327,7 @@ def test_an_error_that_a_gpu_reports_late_says_so(place, gpu, monkeypatch):
     else:
         model[1] = Asserting(6, 6)
     with pytest.raises(RunError, match=LATE) as caught:
-        run(make("gpipe", 2, 2), model, batches(1), F.mse_loss, SGD, check=False)
+        run_of(make("gpipe", 2, 2), model, check=False)
     assert "CUDA_LAUNCH_BLOCKING=1 or devices='cpu' names it" in str(caught.value)
     assert ("action 1F0" in str(caught.value)) == (place == "in an action")
 
@@ -399,8 +393,8 @@ def test_a_clipped_update_waits_once_for_its_norm(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__float__", lambda t: (waits.append(t), read(t))[1])
     monkeypatch.setattr(weights.VersionedStage, "news", counted)
     model = [nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)))]
-    done = run(make("gpipe", 1, 2), model, batches(1), F.mse_loss, SGD, clip=0.1)
-    assert done.check.passed and found == [1]
+    passing(make("gpipe", 1, 2), model, clip=0.1)
+    assert found == [1]
 
 
 def test_jobs_and_data_go_to_processes_without_their_gpu(monkeypatch):
@@ -441,7 +435,6 @@ def test_a_gpu_has_a_queue_for_every_stream_unless_the_shell_says_otherwise():
     script = "import os, pipelab; pipelab.parts; print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
     shell = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
     for own, found in (({}, "32\n"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1\n")):
-        said = subprocess.run(
-            [sys.executable, "-c", script], env=shell | own, capture_output=True, text=True
-        )
+        options = {"env": shell | own, "capture_output": True, "text": True}
+        said = subprocess.run([PYTHON, "-c", script], **options)
         assert said.stdout == found, said.stderr

@@ -1,7 +1,6 @@
 """Derivatives that a stage's own forward takes."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -10,10 +9,9 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
 from torch.nn import functional as F
 
-from pipelab import RunError, make, run
+from pipelab import RunError, make
 from tests.conftest import pairs
-
-SGD = partial(torch.optim.SGD, lr=0.1)
+from tests.support import SGD, passing, run_of
 
 
 def dual(layer, x):
@@ -55,8 +53,7 @@ def test_a_forward_may_differentiate(name, recompute, of):
     # address was asked for.
     modules = [nn.Linear(4, 4).double(), Derivative(DERIVATIVES[of])]
     x, y = torch.randn(2, 8, 4).double()
-    result = run(make(name, 2, 4), modules, [(x, y)], F.mse_loss, SGD, recompute=recompute)
-    assert result.check.passed, result.check
+    result = passing(make(name, 2, 4), modules, [(x, y)], recompute=recompute)
     model = copy.deepcopy(nn.Sequential(*modules))
     F.mse_loss(model(x), y).backward()
     SGD(model.parameters()).step()
@@ -81,4 +78,4 @@ def test_what_torch_cannot_do_there_is_refused_with_what_works(of, remedy):
     x, y = torch.randn(2, 8, 4).double()
     modules = [nn.Linear(4, 4).double(), Derivative(of)]
     with pytest.raises(RunError, match=remedy):
-        run(make("gpipe", 2, 4), modules, [(x, y)], F.mse_loss, SGD)
+        run_of(make("gpipe", 2, 4), modules, [(x, y)])

@@ -18,7 +18,6 @@ from pipelab import (
     ScheduleError,
     fit,
     make,
-    run,
     simulate,
     validate,
 )
@@ -26,7 +25,7 @@ from pipelab.models import mlp, split
 from pipelab.predict.memory import memory, memory_used
 from pipelab.runtime.torch.offload import Offloaded
 from pipelab.training.trainer import Trainer
-from tests.support import SGD, batches, stages
+from tests.support import SGD, Layer, batches, passing, run_of
 
 TABLES = [
     make("pipeoffload", 4, 6, batches=2),
@@ -43,9 +42,7 @@ TABLES = [
 @pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"backend": "processes"}])
 def test_they_train_as_one_device_does(table, options):
     assert Kind.OFFLOAD in validate(table).kinds
-    count = table.model_stages
-    done = run(table, stages(count), batches(table.batches), F.mse_loss, SGD, **options)
-    assert done.check.passed, done.check
+    passing(table, **options)
 
 
 @pytest.mark.parametrize("p", [3, 4, 6, 8, 16])
@@ -75,9 +72,8 @@ def test_the_measured_memory_is_the_simulated_one():
     torch.manual_seed(0)
     x = torch.randn(512, 256)
     table = make("pipeoffload", 4, 8)
-    done = run(table, split(mlp(16, width=256), [4] * 4), [(x, x)], F.mse_loss, SGD)
+    done = passing(table, split(mlp(16, width=256), [4] * 4), [(x, x)])
     one = 8 * 64 * 256 * 4  # four layers and their activations, a float32 each
-    assert done.check.passed
     assert done.memory.peak("activations")[:3] == [2 * one] * 3
     costs = fit(done.timeline, done.memory)
     assert 0 < costs.host < float("inf") and costs.activations[0] == one
@@ -103,9 +99,7 @@ def test_what_is_lost_on_the_way_fails_the_check(monkeypatch):
             return whole(self, device)
 
         monkeypatch.setattr(Offloaded, "reload", broken)
-        table = make("pipeoffload", 4, 6)
-        done = run(table, stages(4), batches(1), F.mse_loss, SGD)
-        assert not done.check.passed
+        assert not run_of(make("pipeoffload", 4, 6)).check.passed
 
 
 class Odd(nn.Module):
@@ -127,25 +121,19 @@ def test_odd_tensors_come_back_as_they_were():
     torch.manual_seed(0)
     model = [Odd().double() for _ in range(4)]
     for name in ("pipedream_flush", "zb_h1"):
-        table = make(name, 4, 6).offload()
-        done = run(table, model, batches(1), F.mse_loss, SGD)
-        assert done.check.passed, done.check
+        passing(make(name, 4, 6).offload(), model)
 
 
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class InPlace(Layer):
     def forward(self, x):
-        y = torch.sigmoid(self.linear(x))  # which saves its output
+        y = torch.sigmoid(super().forward(x))  # which saves its output
         return y.mul_(2)
 
 
 def test_a_change_in_place_is_told_as_without_it():
-    model = [InPlace().double() for _ in range(4)]
+    model = [InPlace() for _ in range(4)]
     with pytest.raises(RunError, match="changed in place after the forward"):
-        run(make("pipeoffload", 4, 6), model, batches(1), F.mse_loss, SGD)
+        run_of(make("pipeoffload", 4, 6), model)
 
 
 TWO = "0F0,0F1{},0F2,0B0{},0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
@@ -179,52 +167,45 @@ def test_copies_that_stand_alone_do_not_count_as_computing():
     assert simulate(table, found).makespan == pytest.approx(timeline.makespan)
 
 
-class Doubled(nn.Module):
+class Doubled(Layer):
     """Works in place on what it was given, some time after that."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x):
         time.sleep(0.05)
-        return self.linear(x.mul_(2))
+        return super().forward(x.mul_(2))
 
 
 def test_a_receivers_change_in_place_is_told_after_the_copy_too():
     first = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid())
     table = Schedule.from_grid("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1\n1F0 1B0 1F1 1B1")
     with pytest.raises(RunError, match=r"0B0: .* changed in place after the forward"):
-        run(table, [first.double(), Doubled().double()], batches(1), F.mse_loss, SGD)
+        run_of(table, [first.double(), Doubled()])
 
 
-class Counting(nn.Module):
+class Counting(Layer):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.register_buffer("seen", torch.zeros(512))
+        self.register_buffer("seen", torch.zeros(512, dtype=torch.float64))
 
     def forward(self, x):
         self.seen += 1
-        return self.linear(x)
+        return super().forward(x)
 
 
 def test_buffers_of_a_second_forward_stay_and_count():
     table = Schedule.from_csv("0F0,0OFFLOAD0,0F1,0B1,0RELOAD0,0B0,0U0\n")
-    done = run(table, [Counting().double()], batches(1), F.mse_loss, SGD, recompute="always")
-    assert done.check.passed
+    done = passing(table, [Counting()], recompute="always")
     assert done.memory.peak("activations")[0] > 2 * 512 * 8
 
 
 def test_a_pair_of_which_an_endless_training_has_done_one_is_no_pair():
     """Was: a copy then went beside the forward whose result it takes: KeyError."""
 
-    class Slow(nn.Linear):
+    class Slow(Layer):
         def forward(self, x):
             time.sleep(0.02)
             return super().forward(x)
 
-    cut = [Slow(6, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)]
     table = make("pipedream", 2, 4, batches=6).offload()
-    with Trainer(table, cut, F.mse_loss, SGD) as trainer:  # batch 0 is checked, alone
+    with Trainer(table, [Slow(), Layer()], F.mse_loss, SGD) as trainer:  # batch 0 is checked, alone
         assert len([*trainer.fit(batches(3))]) == 3

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from pipelab import Costs, Kind, RunError, Schedule, ScheduleError, make, run, simulate
+from pipelab import Costs, Kind, RunError, Schedule, ScheduleError, make, simulate
 from pipelab.measure.fit import fit
-from tests.support import SGD, batches, stages
+from tests.support import Layer, passing, run_of, stages
 
 OVERLAPPED = [
     make("pipedream_flush", 3, 6, batches=2).overlap(),
@@ -25,10 +24,8 @@ OVERLAPPED = [
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 @pytest.mark.parametrize("table", OVERLAPPED, ids=lambda table: table.name)
 def test_they_train_as_one_device_does(table, backend):
-    done = run(
-        table, stages(table.stages), batches(table.batches), F.mse_loss, SGD, backend=backend
-    )
-    assert table.overlapped and done.check.passed, done.check
+    assert table.overlapped
+    passing(table, backend=backend)
 
 
 class Meeting(nn.Module):
@@ -74,9 +71,7 @@ def test_two_of_one_stage_do_not_share_its_module(name):
     """A recomputed forward binds older weights and buffers while another one runs."""
     table = make(name, 3, 3, batches=2).overlap()
     torch.manual_seed(0)
-    model = [Slow().double() for _ in range(3)]
-    done = run(table, model, batches(2), F.mse_loss, SGD, recompute="always")
-    assert table.overlapped and done.check.passed, done.check
+    passing(table, [Slow().double() for _ in range(3)], recompute="always")
 
 
 def test_they_are_computed_at_the_same_time():
@@ -88,22 +83,21 @@ def test_they_are_computed_at_the_same_time():
     for stage in model:
         stage.__deepcopy__ = lambda memo, stage=stage: stage.again()
     data = [(torch.randn(6, 8), torch.randn(6, 8))]
-    done = run(table, model, data, F.mse_loss, SGD, backend="threads", check=False)
-    assert not barrier.broken and done.losses
+    run_of(table, model, data, check=False)
+    assert not barrier.broken
 
 
 def test_threads_neither_keep_the_process_nor_stay():
     # Was: Python waited at its end for the second one, which may hang.
     found = set()
 
-    class Noting(nn.Linear):
+    class Noting(Layer):
         def forward(self, x):
             found.add(threading.current_thread())
             return super().forward(x)
 
     table = make("dualpipe_v", 2, 6).overlap()
-    modules = [Noting(6, 6).double() for _ in range(table.stages)]
-    run(table, modules, batches(1), F.mse_loss, SGD, check=False)
+    run_of(table, [Noting() for _ in range(table.stages)], check=False)
     assert len(found) == 4 and all(thread.daemon for thread in found)
     gc.collect()
     for thread in found:
@@ -115,23 +109,22 @@ def test_a_failing_one_names_its_action():
     def fail(gradient):
         raise ZeroDivisionError("in a backward")
 
-    class Failing(nn.Linear):
+    class Failing(Layer):
         def forward(self, x):
             y = super().forward(x)
             y.register_hook(fail)
             return y
 
     table = OVERLAPPED[0]
-    model = [Failing(6, 6, dtype=torch.float64), *stages(3)[1:]]
     with pytest.raises(RunError, match="action 0B0: ZeroDivisionError") as raised:
-        run(table, model, batches(2), F.mse_loss, SGD, check=False)
+        run_of(table, [Failing(), *stages(2)], check=False)
     assert raised.value.action == (0, Kind.B, 0)
 
 
 def test_paced_pairs_take_what_they_cost():
     costs = Costs(together=2.2)
     table = make("pipedream_flush", 2, 4).overlap()
-    done = run(table, stages(2), batches(1), F.mse_loss, SGD, pace=0.02, costs=costs, check=False)
+    done = run_of(table, pace=0.02, costs=costs, check=False)
     expected = simulate(table, costs).makespan * 0.02
     assert done.timeline.makespan == pytest.approx(expected, rel=0.3) or done.timeline.late
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipelab import make, parts, run
+from pipelab import make, parts
 from pipelab.gpu import parts as module
 from pipelab.runtime.torch import backend, names
-from tests.support import SGD, batches, stages
+from tests.support import passing, run_of
 
 
 class Status(IntEnum):
@@ -165,18 +165,11 @@ def test_what_no_part_is(devices, said, machine):
         names.device_names(make("gpipe", 4, 2), devices)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ("cpu", 4),
-        ("cuda", 4),
-        (0, 4),
-        ("cuda:0", -1),
-        ("cuda:0", 0.5),
-        ("cuda:0", "4"),
-        ("cuda:0", True),
-    ],
-)
+NO_GPU = ("cpu", 4), ("cuda", 4), (0, 4)
+NO_NUMBER = [("cuda:0", count) for count in (-1, 0.5, "4", True)]
+
+
+@pytest.mark.parametrize("given", [*NO_GPU, *NO_NUMBER], ids=str)
 def test_parts_of_what_is_no_gpu(given, machine):
     machine(Driver())
     with pytest.raises(ValueError, match="give a GPU such as 'cuda:0', and a number"):
@@ -208,11 +201,9 @@ def test_without_the_package_it_is_named(monkeypatch):
 
 def test_processes_have_no_parts(machine):
     machine(Driver())
-    given = make("gpipe", 2, 2), stages(2), batches(1)
-    with pytest.raises(
-        ValueError, match="'cuda:0/2:0' is a part of a GPU, which only works in one"
-    ):
-        run(*given, torch.nn.functional.mse_loss, SGD, backend="processes", devices="cuda:0/2")
+    said = "'cuda:0/2:0' is a part of a GPU, which only works in one"
+    with pytest.raises(ValueError, match=said):
+        run_of(make("gpipe", 2, 2), backend="processes", devices="cuda:0/2")
 
 
 def test_a_run_goes_to_the_parts_that_its_devices_name(machine, monkeypatch):
@@ -226,7 +217,5 @@ def test_a_run_goes_to_the_parts_that_its_devices_name(machine, monkeypatch):
     real = backend.torch_device
     monkeypatch.setattr(backend, "torch_device", on_cpu)
     monkeypatch.setattr(backend, "find_device", lambda name: torch.device("cpu"))
-    given = make("gpipe", 3, 2), stages(3), batches(1)
-    result = run(*given, torch.nn.functional.mse_loss, SGD, devices="cuda:0/3")
-    assert result.check.passed
+    passing(make("gpipe", 3, 2), devices="cuda:0/3")
     assert taken == {row: f"cuda:0/3:{row}" for row in range(3)}

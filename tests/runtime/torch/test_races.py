@@ -6,16 +6,15 @@ from threading import RLock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelab import make, run
+from pipelab import make
 from pipelab.runtime.torch import cuda
 from tests.runtime.torch.test_cuda import ELSEWHERE, Stream, gpu  # noqa: F401
-from tests.support import FUZZ, SGD, batches
+from tests.support import FUZZ, batches, run_of
 
 ATEN = torch.ops.aten
 EMPTY = {ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.empty_strided.default}
@@ -166,5 +165,5 @@ def test_no_memory_is_used_before_it_is_written_or_after_it_is_free(name, races)
     ]
     if not table.asynchronous:
         model[-1][0].weight = model[0][0].weight
-    run(table, model, batches(table.batches, 24), F.mse_loss, SGD, check=False, **options)
+    run_of(table, model, batches(table.batches, 24), check=False, **options)
     assert races.seen > 100 and races.found == set()

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import make, run
-from tests.support import SGD
+from pipelab import make
+from tests.support import passing, run_of
 
 
 class Grow(torch.autograd.Function):
@@ -77,7 +77,7 @@ def checked(then, by, schedule):
     data = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(2)]
     modules = [Wrong(then, by), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))]
     seed = 3 if then in (noise, rrelu, drawn_into) else None
-    return run(make(*schedule, batches=2), modules, data, F.mse_loss, SGD, seed=seed).check
+    return run_of(make(*schedule, batches=2), modules, data, seed=seed).check
 
 
 @pytest.mark.parametrize("schedule", [("gpipe", 2, 4), ("pipedream", 2, 4)], ids=str)
@@ -108,12 +108,12 @@ def test_a_loss_that_is_no_mean_fails_though_dropout_needs_micro_batches(loss, r
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), nn.Linear(8, 8)]
     data = [tuple(torch.randn(2, 12, 8)) for _ in range(2)]
-    given = make("gpipe", 2, 4, batches=2), stages, data, loss, SGD
-    check = run(*given, seed=1).check
+    given = make("gpipe", 2, 4, batches=2), stages, data, loss
+    check = run_of(*given, seed=1).check
     assert check.passed == right, check
     assert check.unjudged
     assert right or "The loss is not a mean over the samples." in str(check)
-    assert run(*given, seed=1, reference="microbatches").check.passed  # as the caller says
+    passing(*given, seed=1, reference="microbatches")  # as the caller says
 
 
 def test_writes_into_weights_that_begin_after_the_first_micro_batch():
@@ -123,10 +123,10 @@ def test_writes_into_weights_that_begin_after_the_first_micro_batch():
     stages = [nn.Sequential(table), nn.Linear(4, 4).double()]
     rows = [torch.arange(8) % 3, torch.arange(8), torch.arange(2, 10)]
     data = [(x, torch.randn(8, 4, dtype=torch.float64)) for x in rows]
-    given = stages, data, F.mse_loss, partial(torch.optim.SGD, lr=0.5)
-    assert run(make("gpipe", 2, 4, batches=3), *given).check.passed
+    given = {"data": data, "optimizer": partial(torch.optim.SGD, lr=0.5)}
+    passing(make("gpipe", 2, 4, batches=3), stages, **given)
     wrong = [Grown(table), stages[1]]
-    assert not run(make("gpipe", 2, 4, batches=3), wrong, *given[1:]).check.passed
+    assert not run_of(make("gpipe", 2, 4, batches=3), wrong, **given).check.passed
 
 
 class Grown(nn.Module):

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pipelab
-from pipelab import Costs, Recompute, Schedule, fit, make, run, simulate
+from pipelab import Costs, Recompute, Schedule, fit, make, simulate
 from pipelab.models.gpt2 import gpt2
 from pipelab.optimize.cut import profile
 from pipelab.runtime.torch.device import whole_backward
 from pipelab.runtime.torch.ledger import Saved, storages
 from pipelab.runtime.torch.split_backward import AT_ONCE, Halves
 from pipelab.table.action import Kind
-from tests.support import SGD, batches, stages
+from tests.support import batches, passing, run_of, same, stages
 
 H1 = """
     0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
@@ -388,7 +388,7 @@ def test_what_the_trunk_saved_is_given_back_after_i():
 
 def test_activations_are_predicted_from_what_a_run_and_a_profile_measured():
     table = Schedule.from_grid(H1)
-    result = run(table, stages(3), batches(1), F.mse_loss, SGD)
+    result = run_of(table, check=False)
     costs = fit(result.timeline, result.memory)
     each = 2 * 6 * 8  # 2 samples of 6 doubles
     # A stage is Linear, Tanh, Linear: x and tanh, then x, tanh and two gradients. The first stage's
@@ -401,7 +401,7 @@ def test_activations_are_predicted_from_what_a_run_and_a_profile_measured():
     assert (layer.activations, layer.weight_activations) == (2 * each, 4 * each)
     # The same costs tell the peak of another table.
     other = split_table(make("pipedream_flush", 3, 4), behind=1)
-    seen = run(other, stages(3), batches(1), F.mse_loss, SGD)
+    seen = run_of(other, check=False)
     predicted = pipelab.memory(simulate(other, costs), costs)
     assert predicted.peak("activations") == pytest.approx(seen.memory.peak("activations"))
 
@@ -420,12 +420,9 @@ def test_fit_finds_the_bytes_that_a_simulation_was_given():
 
 def test_losses_and_weights_are_those_of_1f1b_bit_for_bit():
     data = batches(1, 16)
-    whole_run = run(make("pipedream_flush", 3, 4), stages(3), data, F.mse_loss, SGD)
-    result = run(Schedule.from_grid(H1), stages(3), data, F.mse_loss, SGD)
-    assert result.check.passed
-    assert result.microbatch_losses == whole_run.microbatch_losses
-    for mine, theirs in zip(result.weights, whole_run.weights, strict=True):
-        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    whole = run_of(make("pipedream_flush", 3, 4), data=data, check=False)
+    result = passing(Schedule.from_grid(H1), data=data)
+    assert result.microbatch_losses == whole.microbatch_losses and same(result, whole)
     assert result.unsplit == {}
     assert "I computed" not in repr(result)
 
@@ -434,30 +431,21 @@ def test_losses_and_weights_are_those_of_1f1b_bit_for_bit():
 @pytest.mark.parametrize("name", ["pipedream_flush", "pipedream", "pipedream_2bw"])
 def test_split_backwards_with_versions_recomputation_and_clipping(name, behind):
     schedule = split_table(make(name, 3, 4, batches=2), behind)
+    options = {"optimizer": torch.optim.Adam, "clip": 0.05}
     for recompute in (Recompute.NEVER, Recompute.ALWAYS):
-        result = run(
-            schedule,
-            stages(3),
-            batches(2),
-            F.mse_loss,
-            torch.optim.Adam,
-            recompute=recompute,
-            clip=0.05,
-        )
-        assert result.check.passed, result.check
-        assert result.check.ratio == 0
+        assert passing(schedule, **options, recompute=recompute).check.ratio == 0
 
 
 def test_replicas_tied_weights_and_masked_micro_batches():
     parts = stages(3)
     parts[2][0].weight = parts[0][0].weight
     schedule = split_table(make("pipedream_flush", 3, 2, batches=2), 1)
-    assert run(schedule, parts, batches(2), F.mse_loss, SGD, replicas=2).check.passed
+    passing(schedule, parts, replicas=2)
 
     def half(output, target):
         return F.mse_loss(output, target), (target[0, 0] > 0).sum()
 
-    assert run(schedule, stages(3), batches(2), half, SGD).check.passed
+    passing(schedule, loss=half)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
@@ -479,8 +467,7 @@ def test_a_run_says_which_gradients_it_did_not_split():
             return checkpoint(self.inner, x, use_reentrant=True)
 
     parts = [stages(1)[0], Shared(), Checkpointed()]
-    result = run(Schedule.from_grid(H1), parts, batches(1), F.mse_loss, SGD)
-    assert result.check.passed
+    result = passing(Schedule.from_grid(H1), parts)
     assert set(result.unsplit) == {1, 2}
     assert set(result.unsplit[1]) == {"layer.weight", "layer.bias"}
     assert "stage 1's weights: layer" in repr(result)
