@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from io import TextIOWrapper
@@ -113,6 +114,7 @@ def become(arguments, environment, folder, files, paths):
         environment["JPY_PARENT_PID"] = str(os.getppid())
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # an import has asked for it, and the environment may name another
     os.chdir(folder)
     sys.executable = environment.get("PIPELAB_PYTHON", sys.executable)
     plain = "PYTHONUNBUFFERED" in environment
