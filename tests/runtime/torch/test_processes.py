@@ -256,6 +256,10 @@ def test_a_job_that_cannot_be_pickled(capfd):
     assert capfd.readouterr().err == ""  # was: the traceback of a rank that had no folder
 
 
+def test_a_slice_is_sent_without_the_batch_around_it():
+    assert len(processes._dumps(torch.ones(1000, 100)[:1])) < 10_000
+
+
 def test_what_ranks_print_comes_in_the_order_of_ranks(capsys):
     class Loud(nn.Module):
         def __init__(self, name):
