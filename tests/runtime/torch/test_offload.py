@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from pipelab.models import mlp, split
 from pipelab.predict.memory import memory, memory_used
 from pipelab.runtime.torch.offload import Offloaded
 from pipelab.training.trainer import Trainer
+from tests.conftest import thorough
 from tests.support import SGD, Layer, batches, passing, run_of
 
 TABLES = [
@@ -38,8 +40,11 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"backend": "processes"}])
+APART = {"backend": "processes"}
+HOW = [*product(TABLES, [{}, {"recompute": "always"}]), (TABLES[0], APART)]
+
+
+@pytest.mark.parametrize(("table", "options"), [*HOW, *thorough(*product(TABLES[1:], [APART]))])
 def test_they_train_as_one_device_does(table, options):
     assert Kind.OFFLOAD in validate(table).kinds
     passing(table, **options)

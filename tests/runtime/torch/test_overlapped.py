@@ -11,6 +11,7 @@ from torch import nn
 
 from pipelab import Costs, Kind, RunError, Schedule, ScheduleError, make, simulate
 from pipelab.measure.fit import fit
+from tests.conftest import thorough
 from tests.support import Layer, passing, run_of, stages
 
 OVERLAPPED = [
@@ -21,7 +22,7 @@ OVERLAPPED = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("backend", ["threads", *thorough("processes")])
 @pytest.mark.parametrize("table", OVERLAPPED, ids=lambda table: table.name)
 def test_they_train_as_one_device_does(table, backend):
     assert table.overlapped
@@ -66,12 +67,16 @@ class Slow(nn.Module):
         return self.second(x)
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipedream_flush"])
-def test_two_of_one_stage_do_not_share_its_module(name):
-    """A recomputed forward binds older weights and buffers while another one runs."""
+@pytest.mark.parametrize(
+    ("name", "backend"), [("pipedream", "threads"), ("pipedream_flush", "processes")]
+)
+def test_two_of_one_stage_do_not_share_its_module(name, backend):
+    """A recomputed forward binds older weights and buffers while another one runs, also in a
+    process."""
     table = make(name, 3, 3, batches=2).overlap()
     torch.manual_seed(0)
-    passing(table, [Slow().double() for _ in range(3)], recompute="always")
+    model = [Slow().double() for _ in range(3)]
+    passing(table, model, recompute="always", backend=backend)
 
 
 def test_they_are_computed_at_the_same_time():
