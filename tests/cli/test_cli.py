@@ -17,29 +17,24 @@ from pipelab.cli import COMMANDS, main
 from pipelab.cli.report import as_json
 
 KEYS = [
-    "schedule",
-    "devices",
-    "stages",
-    "microbatches",
-    "batches",
-    "makespan",
-    "span",
-    "ideal",
-    "bubble",
-    "peak_in_flight",
-    "weight_versions",
-    "rows",
-    "start",
-    "end",
+    *("schedule", "devices", "stages", "microbatches", "batches", "makespan", "span", "ideal"),
+    *("bubble", "peak_in_flight", "weight_versions", "rows", "start", "end"),
 ]
-
-
 SMALL = "gpipe --devices 2 --microbatches 2"
+FOUR = "gpipe --devices 4 --microbatches 8"
+PIPEDREAM = "pipedream --devices 2 --microbatches 2"
 
 
 def call(capsys, line):
     """Exit status, output, errors."""
     return main(line.split()), *capsys.readouterr()
+
+
+def refused(capsys, line):
+    """The one line, of status 2, in which the command says what is wrong."""
+    status, out, err = call(capsys, line)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    return err
 
 
 def test_simulate_json(capsys):
@@ -119,48 +114,27 @@ def test_tables_with_transfers_are_simulated_exported_and_run(capsys, tmp_path, 
     assert status == 0 and json.loads(out)["check"]["passed"]
 
 
+MANY = "more than 10,000,000 actions"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("simulate gpipe --devices 4", "gpipe needs --devices and --microbatches"),
         ("simulate gpip --devices 4 --microbatches 8", "did you mean gpipe?"),
         ("simulate gpip", "did you mean gpipe?"),
-        (
-            "simulate gpipe --devices 4 --microbatches 8 --virtual 2",
-            "gpipe fixes its number of stages",
-        ),
-        (
-            "simulate gpipe --devices 4 --microbatches 8 --costs forward=1,2",
-            "forward has 2 values for 4 stages",
-        ),
-        ("simulate gpipe --devices 4 --microbatches 8 --costs forward=-1", "forward=-1.0"),
-        (
-            "simulate pipedream_2bw --devices 4 --microbatches 2",
-            "needs microbatches >= devices, got 2 < 4",
-        ),
+        (f"simulate {FOUR} --virtual 2", "gpipe fixes its number of stages"),
+        (f"simulate {FOUR} --costs forward=1,2", "forward has 2 values for 4 stages"),
+        (f"simulate {FOUR} --costs forward=-1", "forward=-1.0"),
+        ("simulate pipedream_2bw --devices 4 --microbatches 2", "microbatches >= devices, got 2"),
         ("simulate nothing.csv", "No such file"),
-        (
-            "simulate gpipe --devices 2 --microbatches 2 --plot /nowhere/x.png",
-            "there is no folder /nowhere",
-        ),
-        (
-            "simulate gpipe --devices 2 --microbatches 2 --plot x.nothing",
-            "Format 'nothing' is not supported",
-        ),
-        (
-            "validate pipedream --devices 2 --microbatches 2 --csv x --torch",
-            "updates without a flush",
-        ),
-        ("run gpipe --devices 2 --microbatches 2 --device meta", "device 'meta': this machine"),
-        (
-            "validate gpipe --devices 2 --microbatches 2 --csv x --torch --transfers",
-            "leave out --transfers",
-        ),
-        (
-            "simulate gpipe --devices 2 --microbatches 2 --csv x.csv --trace nowhere/x.json",
-            "there is no folder nowhere",
-        ),
-        ("run gpipe --devices 2 --microbatches 2 --device cuda:64", "device 'cuda:64'"),
+        (f"simulate {SMALL} --plot /nowhere/x.png", "there is no folder /nowhere"),
+        (f"simulate {SMALL} --plot x.nothing", "Format 'nothing' is not supported"),
+        (f"simulate {SMALL} --csv x.csv --trace nowhere/x.json", "there is no folder nowhere"),
+        (f"validate {PIPEDREAM} --csv x --torch", "updates without a flush"),
+        (f"validate {SMALL} --csv x --torch --transfers", "leave out --transfers"),
+        (f"run {SMALL} --device meta", "device 'meta': this machine"),
+        (f"run {SMALL} --device cuda:64", "device 'cuda:64'"),
         (f"run {SMALL} --balance 1,2,3", "--balance 1,2,3 has 3 stages, but gpipe has 2: give"),
         (f"run {SMALL} --balance type:Foo", "method='type:Foo': no layer matches; there are Lin"),
         (f"run {SMALL} --balance 1,2 --backend jax", "leave out --model, --dropout and --balance"),
@@ -171,125 +145,34 @@ def test_tables_with_transfers_are_simulated_exported_and_run(capsys, tmp_path, 
         (f"simulate {SMALL} --csv x --trace x", "--csv x and --trace x overlap"),
         (f"simulate {SMALL} --costs transfer=inf", "transfer=inf: give numbers of at least 0"),
         (f"simulate {SMALL} --costs update=1,nan", "update=[1.0, nan]: give numbers of at least 0"),
-        (
-            f"simulate gpipe --devices {10**20} --microbatches 2",
-            "more than 10,000,000 actions; use smaller sizes",
-        ),
-        ("validate gpipe --devices 100000 --microbatches 100000", "more than 10,000,000 actions"),
+        (f"simulate gpipe --devices {10**20} --microbatches 2", f"{MANY}; use smaller sizes"),
+        ("validate gpipe --devices 100000 --microbatches 100000", MANY),
         # Few of its micro-batches would stay, but it is built for as many as there are devices.
-        (
-            "simulate interleaved --virtual 2 --devices 100000 --microbatches 1",
-            "more than 10,000,000 actions",
-        ),
+        ("simulate interleaved --virtual 2 --devices 100000 --microbatches 1", MANY),
         # It is made for at least twice as many as devices.
-        (
-            "simulate dualpipe_v --devices 100000 --microbatches 1",
-            "more than 10,000,000 actions",
-        ),
+        ("simulate dualpipe_v --devices 100000 --microbatches 1", MANY),
         ("compare --devices 10000000", "gpipe devices=10000000 microbatches=4 virtual=1"),
-        ("compare --microbatches 10000000", "more than 10,000,000 actions"),
+        ("compare --microbatches 10000000", MANY),
+        ("compare --costs forward=1 --devices 1000000000 --microbatches 2", MANY),
+        ("compare --costs forward=1 --devices 2 --microbatches 1000000000", f"{MANY}; use"),
         ("search --devices 1000000000 --microbatches 2", "give at most 100,000 stages"),
         ("search --devices 2 --microbatches 2 --virtual 1000000000", "at most 100,000 stages"),
         ("search --devices 1000000000 --microbatches 2 --placement v", "at most 100,000 stages"),
-        (
-            "compare --costs forward=1 --devices 1000000000 --microbatches 2",
-            "more than 10,000,000 actions",
-        ),
-        (
-            "compare --costs forward=1 --devices 2 --microbatches 1000000000",
-            "more than 10,000,000 actions; use",
-        ),
+        ("search --devices 2 --microbatches 100000", "600,000 actions. The search takes at most"),
         (f"simulate {SMALL} --costs forwad=1", "--costs: forwad=1: did you mean forward? There"),
+        (f"simulate {SMALL} --costs förward=1", "förward=1: did you mean forward?"),
+        (f"simulate {SMALL} --costs=", "--costs: '': give a name, a file or NAME=VALUE"),
         (f"simulate {SMALL} --costs nothing.json", "unknown costs 'nothing.json': give a JSON"),
         (f"simulate {SMALL} --costs forward=1,forward=2", "forward is given twice"),
         (f"simulate {SMALL.replace('gpipe', 'gpipe,overlap=1')}", "overlap='1': give yes or no"),
         (f"simulate {SMALL} --device 2", "--device: not an option; did you mean --devices?"),
         ("simulat gpipe", "'simulat': did you mean simulate?"),
         ("compare --memory 3", "--memory and --whole are for predictions: add --costs"),
-        (
-            "search --devices 2 --microbatches 100000",
-            "600,000 actions. The search takes at most 200,000",
-        ),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    status, out, err = call(capsys, line)
-    assert status == 2
-    assert message in err
-    assert (out, err.count("\n")) == ("", 1)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "bogus",
-        "simulate",
-        "simulate gpipe --devices x",
-        "simulate gpipe --devices -1 --microbatches 8",
-        "simulate gpipe --devices 4 --microbatches 0",
-        "run gpipe --dropout nan",
-        "run gpipe --dropout 1",
-        "run gpipe --dropout -0.1",
-        "run gpipe --replicas -2",
-        "run gpipe --timeout 0",
-        "run gpipe --timeout 1e308",
-        "run gpipe --paced nan",
-        "run gpipe --paced 0",
-        "run gpipe --paced 1e308",
-        "run gpipe --seed -1",
-        "run gpipe --balance 3,0",
-        "run gpipe --balance 3,x",
-        "run gpipe --balance 3,1000000000",
-        "train gpt2 --balance pipedream",
-        "run gpipe --seed 99999999999999999999",
-    ],
-)
-def test_bad_usage_is_one_line_and_status_2(capsys, line):
-    status, out, err = call(capsys, line)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-
-
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"compare"}))  # that one needs nothing
-def test_a_command_alone_says_what_it_needs(capsys, name):
-    # Was: zip() argument 2 is longer than argument 1.
-    status, out, err = call(capsys, name)
-    assert (status, out) == (2, "")
-    assert err.startswith(f"pipelab {name}: error: the following arguments are required: ")
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("validate a-folder", "a-folder: Is a directory"),
-        (f"simulate {SMALL} --costs=", "--costs: '': give a name, a file or NAME=VALUE"),
-        (f"simulate {SMALL} --costs förward=1", "förward=1: did you mean forward?"),
-        (f"run {SMALL} --trace a-folder", "--trace a-folder is a folder: name a file"),
-    ],
-)
-def test_what_is_wrong_with_a_word_is_said(capsys, tmp_path, monkeypatch, line, said):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a-folder").mkdir()
-    status, out, err = call(capsys, line)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert said in err
-
-
-def test_a_run_s_trace_is_diagnosed(capsys, tmp_path):
-    trace = tmp_path / "run.json"
-    status, out, err = call(capsys, f"run {SMALL} --trace {trace} --json")
-    assert (status, err) == (0, "")
-    measured = json.loads(out)["measured"]
-    status, out, err = call(capsys, f"diagnose {trace} --json")
-    assert (status, err) == (0, "")
-    assert json.loads(out)["idle"] == pytest.approx(measured["bubble"]["of_total"])
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
+        ("", "give a command: simulate, run, train"),
+        ("bogus", "'bogus': The commands are simulate, run"),
+        ("simulate", "the following arguments are required: NAME"),
+        ("train gpt2 --balance pipedream", "'pipedream': give counts such as 3,5,5,1"),
+        # What old versions of the command had.
         ("bound --devices 4", "`pipelab bound` is now `pipelab compare --profile FILE`"),
         ("explain trace.json", "`pipelab explain` is now `pipelab diagnose`"),
         ("schedule gpipe", "`pipelab schedule` is now `pipelab validate`"),
@@ -303,10 +186,47 @@ def test_a_run_s_trace_is_diagnosed(capsys, tmp_path):
         ("plan --devices 4 --samples 8", "--samples 8 is now --model samples=8"),
     ],
 )
-def test_old_words_are_answered_with_the_new_ones(capsys, line, said):
-    status, out, err = call(capsys, line)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert said in err
+def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(capsys, line)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "remedy"),
+    [
+        ("--devices", "x -1 0", "a whole number of at least 1"),
+        ("--microbatches", "0", "a whole number of at least 1"),
+        ("--dropout", "nan 1 -0.1", "a number of at least 0 and below 1"),
+        ("--replicas", "-2", "a whole number of at least 1"),
+        ("--timeout", "0 1e308", "a finite number above 0, at most a million"),
+        ("--paced", "nan 0 1e308", "a finite number above 0, at most a million"),
+        ("--seed", f"-1 {10**20}", "a whole number from 0 to 2 ** 32 - 1"),
+        ("--balance", "3,0 3,x 3,1000000000", "counts such as 3,5,5,1, at most"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named_with_what_would(capsys, option, values, remedy):
+    for value in values.split():
+        said = refused(capsys, f"run gpipe {option} {value}")
+        assert f"error: {option}: '{value}': give {remedy}" in said
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"compare"}))  # that one needs nothing
+def test_a_command_alone_says_what_it_needs(capsys, name):
+    # Was: zip() argument 2 is longer than argument 1.
+    status, out, err = call(capsys, name)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"pipelab {name}: error: the following arguments are required: ")
+
+
+def test_a_run_s_trace_is_diagnosed(capsys, tmp_path):
+    trace = tmp_path / "run.json"
+    status, out, err = call(capsys, f"run {SMALL} --trace {trace} --json")
+    assert (status, err) == (0, "")
+    measured = json.loads(out)["measured"]
+    status, out, err = call(capsys, f"diagnose {trace} --json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["idle"] == pytest.approx(measured["bubble"]["of_total"])
 
 
 def test_ten_commands_with_125_options_whose_help_fits_a_screen(capsys):
@@ -340,8 +260,7 @@ def test_the_costs_of_a_run_are_those_of_a_simulation(capsys, tmp_path):
         out = call(capsys, f"simulate {SMALL} --costs {file}{more} --json")[1]
         assert json.loads(out)["makespan"] == simulate(make("gpipe", 2, 2), expected).makespan
     file.write_text("[1]")
-    status, _, err = call(capsys, f"simulate {SMALL} --costs {file}")
-    assert status == 2 and "has no costs: give a JSON object" in err
+    assert "has no costs: give a JSON object" in refused(capsys, f"simulate {SMALL} --costs {file}")
 
 
 @pytest.mark.parametrize(
@@ -365,9 +284,7 @@ def test_what_cannot_be_written_is_found_before_the_work(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     command = "run" if "D" in targets else "simulate"
-    status, out, err = call(capsys, f"{command} {SMALL} {targets}")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+    assert message in refused(capsys, f"{command} {SMALL} {targets}")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -391,15 +308,11 @@ def test_broken_tables(capsys, tmp_path):
     broken, stuck = tmp_path / "broken.csv", tmp_path / "stuck.csv"
     broken.write_text("0F0,0B0\n1F0,1B0,1X0\n")
     stuck.write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
-    status, _, err = call(capsys, f"simulate {broken}")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "broken.csv: row 1, cell 2: '1X0' is not an action" in err
-    status, _, err = call(capsys, f"simulate {stuck}")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "deadlock" in err
-    status, _, err = call(capsys, f"simulate {stuck} --devices 2")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "has its own sizes: leave out --devices" in err
+    told = refused(capsys, f"simulate {broken}")
+    assert "broken.csv: row 1, cell 2: '1X0' is not an action" in told
+    assert "deadlock" in refused(capsys, f"simulate {stuck}")
+    told = refused(capsys, f"simulate {stuck} --devices 2")
+    assert "has its own sizes: leave out --devices" in told
     status, _, err = call(capsys, f"validate {stuck}")
     assert status == 1
     assert ">0B0<" in err
@@ -421,10 +334,9 @@ def test_broken_tables(capsys, tmp_path):
 def test_numbers_beyond_reason(capsys, tmp_path, text):
     table = tmp_path / "huge.csv"
     table.write_text(text)
-    status, out, err = call(capsys, f"validate {table}")
-    assert (status, out, err.count("\n")) == (2, "", 1)
+    told = refused(capsys, f"validate {table}")
     if text.startswith("# devices=9"):
-        assert "devices=999999999: give at most 10,000, a line each" in err
+        assert "devices=999999999: give at most 10,000, a line each" in told
 
 
 @pytest.mark.parametrize("command", ["validate", "partition --devices 1 --profile"])
@@ -470,9 +382,8 @@ def test_what_a_link_leads_to_is_not_replaced(capsys, target, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "precious").write_text("x")
     (tmp_path / target.split()[1]).symlink_to("precious")
-    status, out, err = call(capsys, f"simulate {SMALL} {target}")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f"{target} is a link to {tmp_path}/precious, which exists: name that file" in err
+    told = refused(capsys, f"simulate {SMALL} {target}")
+    assert f"{target} is a link to {tmp_path}/precious, which exists: name that file" in told
     assert (tmp_path / "precious").read_text() == "x"
 
 
@@ -527,8 +438,7 @@ def test_times_balance_in_one_process_alone(capsys, monkeypatch):
     assert status == 0 and json.loads(out)["check"]["passed"]
     assert sum(map(int, err.removeprefix("balance ").split(","))) == 4
     monkeypatch.setenv("RANK", "0")
-    status, _, err = call(capsys, line)
-    assert status == 2 and "--balance time: every rank would measure different times; give" in err
+    assert "--balance time: every rank would measure different times; give" in refused(capsys, line)
 
 
 def test_train_into_a_file_writes_lines(capsys, tmp_path):
@@ -575,11 +485,9 @@ def test_run_on_jax(capsys):
     assert (status, err) == (0, "")
     assert json.loads(out)["check"]["passed"] is True
     assert json.loads(out)["measured"]["weight_versions"] == [2, 1]
-    status, _, err = call(
-        capsys, "run gpipe --devices 2 --microbatches 3 --backend jax --model gpt2"
+    assert "--backend jax runs only the mlp" in refused(
+        capsys, f"run {SMALL} --backend jax --model gpt2"
     )
-    assert status == 2
-    assert "--backend jax runs only the mlp" in err
 
 
 def test_export_writes_a_folder_and_says_how_to_start(capsys, tmp_path):
@@ -619,9 +527,7 @@ def test_export_leaves_nothing_behind_an_error(capsys, line, problem, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
-    status, out, err = call(capsys, line)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert problem in err
+    assert problem in refused(capsys, line)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
