@@ -8,11 +8,11 @@ from typing import NamedTuple
 import nbformat
 import pytest
 
+from tests.house.books import BOOKS, FOLDER, book, text_of
+
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "notebooks"
 GLOSSARY = FOLDER / "glossary.md"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-LECTURES = sorted(FOLDER.glob("*.ipynb"))
 LINK = re.compile(r"\]\((?:[\w./]*/)?glossary\.md(?:#([^)]*))?\)")
 OTHER_MEANINGS = (
     r"error messages?|links? to|as a link|a tick stays"  # phrases in which a word is no term
@@ -66,11 +66,10 @@ def prose_and_code(source):
     return blank(source, r"`[^`\n]*`"), source
 
 
-@cache
 def markdown(lecture):
     """(number, source) of a lecture's cells of text."""
-    cells = nbformat.read(lecture, as_version=4).cells
-    return [(n, cell.source) for n, cell in enumerate(cells) if cell.cell_type == "markdown"]
+    numbered = enumerate(book(lecture).cells)
+    return [(n, cell.source) for n, cell in numbered if cell.cell_type == "markdown"]
 
 
 def pattern(word):
@@ -141,17 +140,17 @@ def test_the_glossarys_own_links_lead_to_lectures_of_that_number_and_to_entries(
     assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= {term.anchor for term in terms()}
 
 
-@pytest.mark.parametrize("path", [*LECTURES, *PAGES], ids=str)
+@pytest.mark.parametrize("path", [*BOOKS, *PAGES], ids=str)
 def test_links_to_the_glossary_lead_to_an_entry(path):
     anchors = {term.anchor for term in terms()}
     text = path.read_text()
-    if path in LECTURES:
-        text = "\n".join(source for _, source in markdown(path))
+    if path in BOOKS:
+        text = text_of(path)
     assert {anchor for anchor in LINK.findall(text) if anchor} <= anchors
 
 
 def test_every_term_is_linked_where_it_is_first_used():
-    missing = list(unlinked(LECTURES))
+    missing = list(unlinked(BOOKS))
     assert not missing, "\n".join(missing)
 
 
@@ -166,11 +165,10 @@ def test_where_a_term_is_found_and_where_not(tmp_path):
     assert places("over-ideal or an error message", ["ideal", "message"]) == []
 
     term = Term("all-reduce", words, "")
-    book = tmp_path / "00.ipynb"
     for text, linked in (("an all-reduce", False), ("a [sum](glossary.md#all-reduce)", True)):
         cells = [nbformat.v4.new_markdown_cell(words) for words in ("none", text)]
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), book)
-        markdown.cache_clear()
-        lecture, cell, start, _, found = first_use([book], term)
-        assert (lecture, cell, found) == (book, 1, linked) and start > 0
-    assert first_use([book], Term("mesh", ["mesh"], "")) is None
+        lecture = tmp_path / f"{linked}.ipynb"
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), lecture)
+        where, cell, start, _, found = first_use([lecture], term)
+        assert (where, cell, found) == (lecture, 1, linked) and start > 0
+    assert first_use([lecture], Term("mesh", ["mesh"], "")) is None

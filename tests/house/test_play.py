@@ -5,13 +5,13 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-import nbformat
 import pytest
 
 from jupyter_lab import chromium
 from pipelab import Costs, make, simulate
 from pipelab.editor.puzzle import LEVELS
 from pipelab.measure.trace import from_trace
+from tests.house.books import BOOKS, book
 from tests.house.marionette import TAB, firefox, opened
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -98,8 +98,8 @@ def test_every_lectures_explorer_is_the_stored_one_and_lives(playing, site):
     from browser import explorer_state
 
     state = "application/vnd.jupyter.widget-state+json"
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        models = nbformat.read(path, as_version=4).metadata.get("widgets", {}).get(state, {})
+    for path in BOOKS:
+        models = book(path).metadata.get("widgets", {}).get(state, {})
         for model in models.get("state", {}).values():
             if "drawing" in model["state"]:
                 settings = model["state"]["settings"]

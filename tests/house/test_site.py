@@ -12,16 +12,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urljoin, urlsplit
 
-import nbformat
 import pytest
 
 from jupyter_lab import chromium
 from pipelab.editor.puzzle import LEVELS
 from pipelab.widgets import WIDGETS
+from tests.house.books import BOOKS, book
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sphinx", "myst_nb", "sphinx_book_theme", "latex2mathml")
-LECTURES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+LECTURES = [path.stem for path in BOOKS]
 VOID = ("http:", "https:", "mailto:", "data:")
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1400, "height": 1000}
 
@@ -162,7 +162,7 @@ def test_outputs_are_the_stored_ones_and_widgets_are_there(site):
         page = (site / "notebooks" / f"{name}.html").read_text()
         assert "jupyter-widgets" not in page
         text = html.unescape(re.sub(r"<[^>]*>", "", page))
-        for cell in nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells:
+        for cell in book(ROOT / "notebooks" / f"{name}.ipynb").cells:
             for output in cell.get("outputs", []):
                 widgets += "application/vnd.jupyter.widget-view+json" in output.get("data", {})
                 for line in output.get("text", "").splitlines():
@@ -254,12 +254,11 @@ def test_a_link_to_a_page_has_words_and_a_picture(site, pages):
 
 def test_a_lecture_has_one_name_everywhere():
     head = re.compile(r"# (\d+) ([^:?\n]*\??)")
-    books = [*(ROOT / "notebooks").glob("*.ipynb")]
-    first = {path.name: nbformat.read(path, as_version=4).cells[0].source for path in books}
+    first = {path.name: book(path).cells[0].source for path in BOOKS}
     link = re.compile(r"\[(\d+) ([^\]\[]*)\]\((?:\.\./)?(?:notebooks/)?(\w+\.ipynb)\)")
     row = re.compile(r"\| (\d+) \| \[([^\]\[]*)\]\((?:notebooks/)?(\w+\.ipynb)\)")
     found = []
-    for source in (*books, *(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+    for source in (*BOOKS, *(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
         text = source.read_text()
         found += [(source.name, *parts) for parts in link.findall(text) + row.findall(text)]
     assert len(found) > 80
@@ -267,10 +266,8 @@ def test_a_lecture_has_one_name_everywhere():
 
 
 def test_nearly_all_figures_are_described_by_hand():
-    by_hand = []
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        cells = nbformat.read(path, as_version=4).cells
-        by_hand += [c.metadata["mystnb"]["image"]["alt"] for c in cells if "mystnb" in c.metadata]
+    told = [cell.metadata for path in BOOKS for cell in book(path).cells]
+    by_hand = [each["mystnb"]["image"]["alt"] for each in told if "mystnb" in each]
     assert len(set(by_hand)) >= 70
     assert all(20 <= len(text.split()) <= 70 for text in by_hand)
 

@@ -1,31 +1,23 @@
 """What docs/teachers.md says of the lectures, and what a class is handed."""
 
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
-
 import teach
 from pipelab import make
 from pipelab.editor.puzzle import LEVELS
+from tests.house.books import BOOKS, FOLDER, cells, text_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "teachers.md").read_text()
-LECTURES = {path.name: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 ROWS = [line for line in PAGE.splitlines() if line.startswith("|") and ".ipynb" in line]
-
-
-def markdown(path):
-    cells = nbformat.read(path, as_version=4).cells
-    return "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
 
 
 def named(row):
     """The texts of the lectures that a row of a table links."""
-    return [markdown(LECTURES[name]) for name in re.findall(r"notebooks/(\w+\.ipynb)", row)]
+    return [text_of(FOLDER / name) for name in re.findall(r"notebooks/(\w+\.ipynb)", row)]
 
 
 def test_minutes_are_those_of_the_lectures_heads():
@@ -71,10 +63,9 @@ def test_a_handout_has_the_tasks_but_no_outputs_and_solutions():
     """Blanks the lines of a solution, so that what follows it in its cell stays."""
     command = ["make", "-o", ".venv/.ready", "handout", f"BIN={Path(sys.executable).parent}"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    for name, path in LECTURES.items():
-        handed = ROOT / "build" / "handout" / "notebooks" / name
-        cells = json.loads(handed.read_text())["cells"]
-        assert not any(cell.get("outputs") for cell in cells)
-        text, whole = markdown(handed), markdown(path)
+    for path in BOOKS:
+        handed = ROOT / "build" / "handout" / "notebooks" / path.name
+        assert not any(cell.outputs for cell in cells(handed, "code"))
+        text, whole = text_of(handed), text_of(path)
         kept = re.sub(r"<details><summary>Solution.*?</details>", "", whole, flags=re.S)
         assert text.split() == kept.split()

@@ -5,35 +5,35 @@ The answers are in tests/notebooks/exercises, a file a lecture.
 
 import ast
 import re
+from functools import cache
 from importlib import import_module
-from pathlib import Path
 
-import nbformat
 import pytest
 
 from tests import jax_setup  # noqa: F401
+from tests.house import books
+from tests.house.books import LECTURES, text_of
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-LECTURES = {path.stem[:2]: path for path in sorted(FOLDER.glob("*.ipynb")) if path.stem[:2] < "90"}
 CHECK = re.compile(r'^teach\.check\("(\d\d-\d)", answer\)$', re.M)
 GUESS = re.compile(r'^teach\.guess\("(\d\d-[a-z])", my_guess\)$', re.M)
 by_lecture = pytest.mark.parametrize("lecture", LECTURES)
 
 
 def cells(lecture, kind):
-    book = nbformat.read(LECTURES[lecture], as_version=4)
-    return [cell for cell in book.cells if cell.cell_type == kind]
+    return books.cells(LECTURES[lecture], kind)
 
 
+@cache
 def stubs(lecture):
     """Its exercises' cells by name."""
     tagged = [c for c in cells(lecture, "code") if "exercise" in c.metadata.get("tags", [])]
     return {CHECK.search(cell.source)[1]: cell for cell in tagged}
 
 
+@cache
 def solutions(lecture):
     """By the exercise's number: solutions follow in order."""
-    text = "\n".join(cell.source for cell in cells(lecture, "markdown"))
+    text = text_of(LECTURES[lecture])
     found = re.findall(r"Solution</summary>\s+```python\n(.*?)```", text, re.S)
     return dict(zip(stubs(lecture), found, strict=True))
 
@@ -46,30 +46,34 @@ def answers(lecture):
     return import_module(f"tests.notebooks.exercises.lecture_{lecture}").ANSWERS
 
 
-def grade(lecture, stub, answer):
-    """What the check says where the learner wrote `answer` in the place of the stub's last words.
-
-    Known are the notebook's imports and what its other cells define.
-    """
-    scope = {}
-    sources = [c.source for c in cells(lecture, "code") if c is not stub]
+@cache
+def known(lecture, name):
+    """What a stub knows as code: the notebook's imports and what its other cells define, and what
+    the stub itself does before its check, which is the last of it."""
+    stub = stubs(lecture)[name].source
+    sources = [cell.source for cell in cells(lecture, "code") if cell.source != stub]
     imports = next(source for source in sources if "import teach" in source)
     setup = re.sub(r"%.*|teach\.jax_devices.*", "", imports)  # jax may be in use here
-    exec(setup, scope)
-    for source in sources:
-        if "answer" not in source and source != imports:
-            define(source, scope)
-    *given, check = ast.parse(stub.source).body
-    exec(compile(ast.Module(given, []), "stub", "exec"), scope)
+    made = [
+        node
+        for source in sources
+        if "answer" not in source and source != imports
+        for node in ast.parse(re.sub(r"(?m)^%.*", "", source)).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    ]
+    *given, check = ast.parse(stub).body
+    before = [*ast.parse(setup).body, *made, *given]
+    told = ast.Expression(check.value)
+    return compile(ast.Module(before, []), "stub", "exec"), compile(told, "check", "eval")
+
+
+def grade(lecture, name, answer):
+    """What the check says where the learner wrote `answer` after what the stub does."""
+    before, check = known(lecture, name)
+    scope = {}
+    exec(before, scope)
     exec(answer, scope)
-    return eval(compile(ast.Expression(check.value), "check", "eval"), scope)
-
-
-def define(source, scope):
-    """The functions and classes of a cell, without running it."""
-    made = [node for node in ast.parse(re.sub(r"(?m)^%.*", "", source)).body
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef))]  # fmt: skip
-    exec(compile(ast.Module(made, []), "lecture", "exec"), scope)
+    return eval(check, scope)
 
 
 @by_lecture
@@ -77,8 +81,7 @@ def test_every_exercise_has_a_stub_a_hint_a_solution_and_answers(lecture):
     assert len(stubs(lecture)) >= 4
     assert stubs(lecture).keys() == module(lecture).EXERCISES.keys() == answers(lecture).keys()
     assert stubs(lecture).keys() == solutions(lecture).keys()
-    text = "\n".join(cell.source for cell in cells(lecture, "markdown"))
-    assert text.count("<summary>Hint</summary>") == len(stubs(lecture))
+    assert text_of(LECTURES[lecture]).count("<summary>Hint</summary>") == len(stubs(lecture))
 
 
 @by_lecture
@@ -100,13 +103,12 @@ def test_guesses_come_from_the_notebook_and_are_folded_until_made(lecture):
 
 @by_lecture
 def test_right_answers_pass_and_wrong_ones_get_a_hint_that_fits(lecture):
-    for name, stub in stubs(lecture).items():
-        tried = answers(lecture)[name]
+    for name, tried in answers(lecture).items():
         assert len(tried["wrong"]) >= 2
         for answer in [solutions(lecture)[name], *tried["right"]]:
-            assert grade(lecture, stub, answer).passed is True, (name, answer)
+            assert grade(lecture, name, answer).passed is True, (name, answer)
         for answer, hint in tried["wrong"].items():
-            feedback = grade(lecture, stub, answer)
+            feedback = grade(lecture, name, answer)
             assert feedback.passed is False, (name, answer)
             assert repr(feedback).startswith("Not yet"), (name, answer)
             assert hint in repr(feedback), (name, answer)
