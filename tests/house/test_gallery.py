@@ -109,17 +109,15 @@ def test_the_pictures_that_the_course_needs_are_there():
     }
 
 
-@pytest.mark.parametrize("change", [Costs(forward=1.01), Costs(update=0.1), Costs(transfer=0.1)])
-def test_a_picture_of_other_data_has_another_digest(change):
-    schedule = make("gpipe", 2, 3)
-    before = digest(contents(plot.timeline(simulate(schedule))))
-    assert before == digest(contents(plot.timeline(simulate(schedule))))
-    assert before != digest(contents(plot.timeline(simulate(schedule, change))))
-    frames = [
-        digest(contents(animation(simulate(schedule, costs), frames=8)))
-        for costs in (Costs(), change)
-    ]
-    assert frames[0] != frames[1]
+def test_a_picture_of_other_data_has_another_digest():
+    def digests(*changes):
+        t = simulate(make("gpipe", 2, 3), *changes)
+        return digest(contents(plot.timeline(t))), digest(contents(animation(t, frames=8)))
+
+    before = digests()
+    assert before == digests()
+    for change in (Costs(forward=1.01), Costs(update=0.1), Costs(transfer=0.1)):
+        assert not {*before} & {*digests(change)}
 
 
 def test_a_file_says_what_it_shows(tmp_path):
@@ -151,11 +149,10 @@ def test_main_draws_into_a_folder(tmp_path, monkeypatch):
 # ---- what the pictures show
 
 
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("name", ["pipedream", "interleaved"])
 def test_the_timelines_of_the_schedules(name):
     ax = PICTURES[f"timeline_{name}.png"]()
-    batches = 2 if name in ("pipedream", "pipedream_2bw") else 1
-    virtual = 2 if name == "interleaved" else 1
+    batches, virtual = (2, 1) if name == "pipedream" else (1, 2)
     t = simulate(make(name, 4, 8, virtual=virtual, batches=batches), Costs().split(virtual))
     (collection,) = (c for c in ax.collections if isinstance(c, PolyCollection))
     corners = [path.vertices[:4] for path in collection.get_paths()]
@@ -250,8 +247,7 @@ def test_the_versions_written_are_the_versions_read():
     )
 
 
-@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush"])
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 6), (3, 8)])
+@pytest.mark.parametrize(("name", "p", "m"), [("gpipe", 4, 6), ("pipedream_flush", 3, 8)])
 def test_a_flush_costs_every_device_the_same_wait(name, p, m):
     t = simulate(
         make(name, p, m, batches=3), Costs(forward=2, input_grad=1.5, weight_grad=2, update=0.5)
@@ -289,7 +285,7 @@ def test_flush_memory_counts_the_micro_batches_in_flight():
 # ---- max-pooling against torch
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_max_pooling_is_torchs(seed):
     rng = np.random.default_rng(seed)
     x, gradient = (
@@ -370,7 +366,7 @@ def test_balanced_times_beat_equal_counts_in_the_picture():
 
 @pytest.mark.parametrize(
     ("name", "p", "m"),
-    [("pipedream", 4, 8), ("pipedream_2bw", 4, 4), ("pipedream_2bw", 3, 5), ("gpipe", 2, 2)],
+    [("pipedream", 4, 8), ("pipedream_2bw", 3, 5), ("gpipe", 2, 2)],
 )
 def test_buffers_hold_each_version_while_it_is_read(name, p, m):
     t = simulate(make(name, p, m, batches=3), Costs(update=0.5))

@@ -14,6 +14,7 @@ from files import Writer, contents, milliseconds
 from pipelab import SCHEDULES, THEORY, Costs, Kind, make, memory, plot, simulate
 from pipelab.optimize.cut import Layer, Profile, plots, split_layers
 from pipelab.plot import style
+from pipelab.plot.timeline import LANE
 
 
 def boxes(ax):
@@ -29,6 +30,17 @@ def test_every_action_is_a_box_at_its_time_in_its_lane(name):
     assert np.allclose(found, np.column_stack([t.start, t.end, t.schedule.device_of]))
     colours = [tuple(c[:3]) for c in collection.get_facecolors()]
     assert colours == [to_rgb(style.KINDS[a.kind]) for a in t.schedule.actions]
+
+
+def test_two_actions_that_overlap_have_half_a_lane_each_the_first_above():
+    schedule = make("pipedream_flush", 2, 4).overlap()
+    _, found = boxes(plot.timeline(simulate(schedule)))
+    half = LANE / 4
+    for i in schedule.joined:
+        (*_, first), (*_, second) = found[i - 1 : i + 1]
+        device = schedule.device_of[i]
+        assert (first, second) == pytest.approx((device - half, device + half))
+    assert schedule.joined
 
 
 def test_numbers_title_and_legend():
@@ -109,11 +121,6 @@ def test_memory_is_stacked_by_cause():
     ]
     bars = plot.peaks({"gpipe": m}).patches
     assert sum(bar.get_width() for bar in bars if bar.get_y() < 0) == pytest.approx(6)
-
-
-def test_bars_of_all_memories_have_the_legends_colours():
-    costs = Costs(weights=2**20, activations=2**20)
-    m = memory(simulate(make("gpipe", 2, 4), costs), costs)
     ax = plot.peaks({"one": m, "two": m, "three": m})
     shown = {bar.get_facecolor() for bar in ax.patches if bar.get_width()}
     assert shown == {patch.get_facecolor() for patch in ax.get_legend().legend_handles}
@@ -221,9 +228,9 @@ def seen(t, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual"), [("inter_layer", 1), ("gpipe", 1), ("pipedream", 1), ("interleaved", 2)]
+    ("name", "virtual", "update"),
+    [("inter_layer", 1, 0), ("gpipe", 1, 1), ("pipedream", 1, 1), ("interleaved", 2, 0)],
 )
-@pytest.mark.parametrize("update", [0, 1])
 def test_a_frame_shows_the_actions_that_have_started(name, virtual, update):
     t = simulate(make(name, 3, 3, virtual=virtual), Costs(update=update).split(virtual))
     moments, frames = seen(t, frames=25)
