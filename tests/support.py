@@ -1,8 +1,12 @@
 """What several tests run: small stages, their data, an optimizer, and what goes wrong."""
 
+import copy
 import os
+import socket
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,6 +27,11 @@ RULES = [  # schedules, and what their forwards read
 # A Python, soon up: for a test of what a process does, not of how it starts or is killed.
 PYTHON = os.environ.get("PIPELAB_PYTHON", sys.executable)
 FUZZ = int(os.environ.get("PIPELAB_FUZZ", "0"))  # so many random tables
+
+ROOT = Path(__file__).parents[1]
+WORKERS = ROOT / "tests" / "workers"  # what tests start as processes, or as ranks
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+GUARD = 120  # seconds for a start of ranks and what they do, also on a busy machine
 
 
 def stages(count, width=6, dtype=torch.float64, seed=0):
@@ -71,6 +80,39 @@ def resumed(folder, *arguments, stop=2, **options):
     return rest
 
 
+def plainly(modules, data, loss=F.mse_loss, optimizer=SGD, clip=None):
+    """A loop without a pipeline: the trained model, and every step's loss."""
+    model, losses = copy.deepcopy(nn.Sequential(*modules)), []
+    step = optimizer(model.parameters())
+    for x, y in data:
+        step.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        step.step()
+        losses.append(value.item())
+    return model, losses
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def torchrun(ranks, *script):
+    """What came of ranks that torchrun has started on this machine."""
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return subprocess.run(
+        [*map(str, (*command, *script))],
+        capture_output=True,
+        text=True,
+        timeout=GUARD,
+        env=ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
 def inputs_come_first(timeline):
     """No action started before what it takes was made."""
     pairs = zip(timeline.spans, timeline.schedule.inputs, strict=True)
@@ -82,6 +124,22 @@ class Layer(nn.Linear):
 
     def __init__(self):
         super().__init__(6, 6, dtype=torch.float64)
+
+
+class Forward(nn.Module):
+    """A linear layer, and any function of it and the input; it keeps parameters and buffers."""
+
+    def __init__(self, function, dtype=torch.float64, **kept):
+        super().__init__()
+        self.inner, self.function = nn.Linear(6, 6, dtype=dtype), function
+        for name, value in kept.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value)
+
+    def forward(self, x):
+        return self.function(self, x)
 
 
 class Fork(Layer):

@@ -273,12 +273,6 @@ def test_batches_without_an_update_of_their_own():
     assert explain(Costs(), simulate(across)).spread == 0
 
 
-def test_a_table_with_transfers_is_refused():
-    written = simulate(make("gpipe", 2, 3).with_transfers())
-    with pytest.raises(ValueError, match="explain: gpipe has its transfers written out"):
-        explain(Costs(), written)
-
-
 @pytest.mark.parametrize(
     ("unit", "shown"), [(1, "12.00 s"), (1e-3, "12.00 ms"), (1e-6, "12.00 µs"), (1e-9, "0.01 µs")]
 )

@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ from pipelab import Costs, Schedule, make, simulate, validate
 from pipelab.optimize.order import search
 from pipelab.peers.export import export
 from tests.conftest import thorough
-from tests.support import PYTHON
+from tests.support import WORKERS, torchrun
 
 
 def searched(placement, uneven=True):
@@ -34,8 +32,10 @@ def row_edited(schedule, *swaps):
 
 
 TABLES = {
+    "gpipe": lambda p: make("gpipe", p, 2 * p),
     "1F1B": lambda p: make("pipedream_flush", p, 2 * p + 1),
     "interleaved": lambda p: make("interleaved", p, 2 * p, virtual=2),
+    "zb_h1": lambda p: make("zb_h1", p, 2 * p + 1),
     "zb_v": lambda p: make("zb_v", p, 2 * p),
     "dualpipe_v": lambda p: make("dualpipe_v", p, 2 * p + 1),
     "searched": lambda p: searched(tuple(range(p))),
@@ -44,15 +44,6 @@ TABLES = {
 
 
 EQUAL = "largest difference of a gradient from one device's: 0.0"
-
-
-def torchrun(ranks, *script):
-    command = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", ranks, *script]
-    here = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=180, env=os.environ | here
-    )
 
 
 @pytest.mark.parametrize("ranks", [2, *thorough(4)])
@@ -65,7 +56,6 @@ def test_torchs_runtime_has_one_devices_gradients(ranks, tmp_path):
         uneven = [1 + s % 3 for s in range(schedule.stages)]
         plan = export(schedule, "torch", folder, layers=uneven)
         assert plan["placement"] == schedule.placement and plan["layers"] == uneven
-    worker = Path(__file__).parents[1] / "workers" / "in_turn.py"
     wrong = tmp_path / "wrong"
     plan = export(make("gpipe", ranks, 4), "torch", wrong)
     *rows, _ = make("gpipe", ranks, 4).to_torch_csv().splitlines()
@@ -76,7 +66,8 @@ def test_torchs_runtime_has_one_devices_gradients(ranks, tmp_path):
     assert done.returncode and "schedule.csv is not the table" in done.stderr
     plan["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     (wrong / "plan.json").write_text(json.dumps(plan))
-    done = torchrun(ranks, worker, *(folder / "check.py" for folder in (*folders, wrong)))
+    scripts = [folder / "check.py" for folder in (*folders, wrong)]
+    done = torchrun(ranks, WORKERS / "in_turn.py", *scripts)
     *said, last = done.stdout.splitlines()
     assert said == [EQUAL] * len(TABLES), done.stderr[-4000:]
     assert done.returncode and float(last.split(": ")[1]) > 1

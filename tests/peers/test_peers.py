@@ -4,12 +4,9 @@ Their spans come from torch.profiler inside their runs.
 """
 
 import itertools
-import os
-import socket
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,7 +35,19 @@ from pipelab.peers.record import PeerRecord, gather
 from pipelab.peers.torchgpipe import run_torchgpipe
 from pipelab.table.transform import repeat
 from tests.conftest import thorough
-from tests.support import PYTHON, SGD, batches, stages
+from tests.support import (
+    ENVIRONMENT,
+    GUARD,
+    PYTHON,
+    SGD,
+    WORKERS,
+    Failing,
+    batches,
+    explode,
+    free_port,
+    run_of,
+    stages,
+)
 
 RATE = SGD.keywords["lr"]
 Adam = partial(torch.optim.Adam, lr=0.01)
@@ -236,9 +245,8 @@ def test_torchgpipe_says_which_outputs_it_does_not_pass():
 
     for first, has in ((Naming, "is a dict"), (Pairing, "has a dict")):
         modules = [nn.Sequential(first(6, 6).double()), *stages(1)]
-        with pytest.raises(
-            ValueError, match=f"the output of stage 0 {has}: torchgpipe passes on only a t"
-        ):
+        told = f"the output of stage 0 {has}: torchgpipe passes on only a t"
+        with pytest.raises(ValueError, match=told):
             run_torchgpipe(modules, batches(1), F.mse_loss, SGD, chunks=2)
 
 
@@ -298,9 +306,9 @@ def test_torchgpipes_balance_by_size_is_for_cuda_alone():
 # ---- torch.distributed.pipelining
 
 
-@pytest.mark.parametrize("optimizer", [SGD, Adam])
 @pytest.mark.parametrize(
-    ("name", "v", "m"), [("gpipe", 1, 3), ("pipedream_flush", 1, 5), ("interleaved", 2, 4)]
+    ("name", "v", "m", "optimizer"),
+    [("gpipe", 1, 3, Adam), ("pipedream_flush", 1, 5, SGD), ("interleaved", 2, 4, Adam)],
 )
 def test_torch_pipelining_trains_the_same_weights(name, v, m, optimizer):
     """In our order, though its table of 1F1B as data is off by one."""
@@ -337,25 +345,14 @@ def test_torchs_runtime_carries_out_split_backwards():
 
 
 def test_torch_pipelining_says_what_it_does_not_take():
-    go = partial(
-        run_torch_pipelining,
-        stages=stages(2),
-        batches=batches(1, 7),
-        loss=F.mse_loss,
-        optimizer=SGD,
-        devices=2,
-    )
-    with pytest.raises(
-        ValueError, match="batch 0: 7 samples do not make 2 micro-batches of one size"
+    given = stages(2), batches(1, 7), F.mse_loss, SGD
+    for schedule, m, told in (
+        ("gpipe", 2, "batch 0: 7 samples do not make 2 micro-batches of one size"),
+        ("pipedream", 7, "no schedule for 'pipedream': use one of gpipe, pipedream_flush, inter"),
+        (make("pipedream", 2, 7), 7, "updates without a flush"),
     ):
-        go("gpipe", microbatches=2)
-    with pytest.raises(
-        ValueError,
-        match="no schedule for 'pipedream': use one of gpipe, pipedream_flush, interleaved",
-    ):
-        go("pipedream", microbatches=7)
-    with pytest.raises(ScheduleError, match="updates without a flush"):
-        go(make("pipedream", 2, 7))
+        with pytest.raises((ValueError, ScheduleError), match=told):
+            run_torch_pipelining(schedule, *given, devices=2, microbatches=m)
 
 
 @pytest.mark.parametrize("name", [*thorough("pipedream_flush"), "table"])
@@ -400,14 +397,13 @@ def test_torch_pipelining_says_which_values_it_does_not_pass():
     passes = "torch's runtime passes a tensor, or a tuple of several tensors"
     with pytest.raises(RunError, match=f"the output of stage 0 is a tuple: {passes}"):
         go([nn.Sequential(*first, Alone()), second], corpus)
-    with pytest.raises(ValueError, match=f"the input of batch 1 is a list: {passes}"):
-        go([first, second], [(x, y), ([x, x], y)])
-    with pytest.raises(ValueError, match="the target of batch 0 is a tuple: give one tensor"):
-        go([first, second], [(x, (y, y))])
-    with pytest.raises(
-        ValueError, match=r"inputs of .*\(4, 6\).*\(8, 6\).*: .* batches of one shape"
+    for odd, told in (
+        ([(x, y), ([x, x], y)], f"the input of batch 1 is a list: {passes}"),
+        ([(x, (y, y))], "the target of batch 0 is a tuple: give one tensor"),
+        (corpus + batches(1, samples=4), r"\(4, 6\).*\(8, 6\).*: .* batches of one shape"),
     ):
-        go([first, second], corpus + batches(1, samples=4))
+        with pytest.raises(ValueError, match=told):
+            go([first, second], odd)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +452,7 @@ def test_deepspeeds_dualpipe_v_trains_the_same_weights_and_its_trace_is_read():
 
 def test_reading_deepspeeds_schedule_prints_nothing():
     code = "from pipelab.peers.deepspeed import schedule_of; schedule_of(2, 2)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
 
 
@@ -489,22 +485,10 @@ def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
     modules = split([layer.float() for layer in layers], [2, 4])
     corpus = [(x.float(), y.float()) for x, y in corpus]
     torch.save((layers, corpus, m), tmp_path / "job.pt")
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port = found.getsockname()[1]
-    command = [
-        PYTHON,
-        "-c",
-        "from deepspeed.launcher.runner import main; main()",
-        "--num_gpus=2",
-        f"--master_port={port}",
-        Path(__file__).parents[1] / "workers/deepspeed_script.py",
-        tmp_path,
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment
-    )
+    launch = [PYTHON, "-c", "from deepspeed.launcher.runner import main; main()", "--num_gpus=2"]
+    script = [f"--master_port={free_port()}", WORKERS / "deepspeed_script.py", tmp_path]
+    where = {"env": ENVIRONMENT | {"DS_ACCELERATOR": "cpu"}, "timeout": GUARD}
+    done = subprocess.run([*map(str, launch + script)], capture_output=True, text=True, **where)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     ours = run(make("pipedream_flush", 2, m, batches=2), modules, corpus, F.mse_loss, SGD)
     numbered = [f"{number}." for number in range(6)]
@@ -525,55 +509,43 @@ def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
 
 # ---- all of them
 
-PEERS = pytest.mark.parametrize(
-    "train",
-    [
-        partial(run_torchgpipe, chunks=2),
-        partial(run_deepspeed, microbatches=2),
-        lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a),
-    ],
-    ids=["torchgpipe", "deepspeed", "torch"],
-)
+TRAIN = {
+    "torchgpipe": partial(run_torchgpipe, chunks=2),
+    "deepspeed": partial(run_deepspeed, microbatches=2),
+    "torch": partial(run_torch_pipelining, make("gpipe", 2, 2)),
+}
+PEERS = pytest.mark.parametrize("train", TRAIN.values(), ids=TRAIN)
+
+
+class Named(nn.Linear):
+    def get_extra_state(self):
+        return {"name": "first", "scale": torch.ones(1)}
+
+    def set_extra_state(self, state):
+        pass
 
 
 @PEERS
-def test_each_module_trains_or_evaluates_as_its_training_says(train):
-    """Nor does BatchNorm count a forward that only finds out shapes."""
+def test_each_module_trains_or_evaluates_as_its_training_says_and_is_left_alone(train):
+    """Nor does BatchNorm count a forward that only finds out shapes; batches get no gradients, and
+    a module's own state comes back with the weights. Without a trace there is no timeline."""
     modules, corpus = stages(2), batches(2)
     modules[0].append(nn.BatchNorm1d(6).double())
     modules[1].extend([nn.BatchNorm1d(6).double().eval(), nn.Dropout(0.9).eval()])
-    table = make("gpipe", 2, 2, batches=2)
-    ours = run(table, modules, corpus, F.mse_loss, SGD, check=False)
-    theirs = train(modules, corpus, F.mse_loss, SGD)
-    assert theirs.losses == pytest.approx(ours.losses, rel=1e-12)
-    equal(ours.weights, theirs.weights)
-    counted = [state["3.num_batches_tracked"] for state in theirs.weights]
-    assert counted == [4, 0]
-
-
-@PEERS
-def test_batches_get_no_gradients(train):
-    modules, corpus = stages(2), batches(2)
-    before = train(modules, corpus, F.mse_loss, SGD)
-    tensors = [tensor.requires_grad_() for batch in corpus for tensor in batch]
-    after = train(modules, corpus, F.mse_loss, SGD)
-    assert all(tensor.grad is None for tensor in tensors)
-    assert after.losses == before.losses
-
-
-@PEERS
-def test_a_modules_own_state_comes_back_with_the_weights(train):
-    class Named(nn.Linear):
-        def get_extra_state(self):
-            return {"name": "first", "scale": torch.ones(1)}
-
-        def set_extra_state(self, state):
-            pass
-
-    modules = [nn.Sequential(Named(6, 6).double()), *stages(1)]
-    found = train(modules, batches(1), F.mse_loss, SGD).weights[0]
-    assert found["0._extra_state"] == {"name": "first", "scale": torch.ones(1)}
-    assert found["0.weight"].shape == (6, 6)
+    modules[1].append(Named(6, 6).double())
+    ours = run_of(make("gpipe", 2, 2, batches=2), modules, corpus, check=False)
+    given = [*nn.ModuleList(modules).parameters()]
+    before = [p.clone() for p in given]
+    given += [tensor.requires_grad_() for batch in corpus for tensor in batch]
+    found = train(modules, corpus, F.mse_loss, SGD, trace=False)
+    assert found.timeline is None
+    for weights in (ours.weights, found.weights):
+        assert weights[1].pop("5._extra_state") == {"name": "first", "scale": torch.ones(1)}
+    equal(ours.weights, found.weights)
+    assert found.losses == pytest.approx(ours.losses, rel=1e-12)
+    assert [state["3.num_batches_tracked"] for state in found.weights] == [4, 0]
+    assert all(map(torch.equal, before, given))
+    assert all(tensor.grad is None for tensor in given)
 
 
 @PEERS
@@ -585,12 +557,11 @@ def test_no_batches_and_no_stages_are_refused(train):
 
 
 @pytest.mark.parametrize(
-    ("train", "name"),
-    [(partial(run_torchgpipe, chunks=0), "chunks"), (partial(run_deepspeed, microbatches=0), "mi")],
+    ("train", "name"), [(run_torchgpipe, "chunks"), (run_deepspeed, "microbatches")]
 )
 def test_no_micro_batches_are_refused(train, name):
-    with pytest.raises(ValueError, match=rf"^{name}\w*=0: give a whole number of at least 1"):
-        train(stages(2), batches(1), F.mse_loss, SGD)
+    with pytest.raises(ValueError, match=rf"^{name}=0: give a whole number of at least 1"):
+        train(stages(2), batches(1), F.mse_loss, SGD, **{name: 0})
 
 
 def test_seconds_go_from_the_first_device_to_begin_to_the_last_to_end():
@@ -600,69 +571,26 @@ def test_seconds_go_from_the_first_device_to_begin_to_the_last_to_end():
     assert gather(outcomes, []).seconds == [2.5, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        (partial(run_torchgpipe, chunks=2), "duplicate parameters"),
-        (partial(run_deepspeed, microbatches=2), "stages share a weight"),
-        (lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a), "stages share a weight"),
-    ],
-    ids=["torchgpipe", "deepspeed", "torch"],
-)
-def test_shared_weights_are_refused(train, message):
+@PEERS
+def test_shared_weights_are_refused(train):
     modules = stages(2)
     modules[1][0].weight = modules[0][0].weight
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"stages share a weight|duplicate parameters"):
         train(modules, batches(1), F.mse_loss, SGD)
 
 
 @pytest.mark.parametrize(
-    ("train", "error", "message"),
+    ("name", "error", "message"),
     [
-        (partial(run_torchgpipe, chunks=2), ZeroDivisionError, "^here$"),
-        (
-            partial(run_deepspeed, microbatches=2),
-            RunError,
-            "^rank 1 of DeepSpeed: ZeroDivisionError: here$",
-        ),
-        (
-            lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a),
-            RunError,
-            "^rank 1 of torch.distributed.pipelining: ",
-        ),
+        ("torchgpipe", ZeroDivisionError, "^by design$"),
+        ("deepspeed", RunError, "^rank 1 of DeepSpeed: ZeroDivisionError: by design$"),
+        ("torch", RunError, "^rank 1 of torch.distributed.pipelining: "),
     ],
-    ids=["torchgpipe", "deepspeed", "torch"],
 )
-def test_a_stage_that_fails_says_where(train, error, message):
-    class Broken(nn.Linear):
-        def forward(self, x):
-            raise ZeroDivisionError("here")
-
-    modules = [*stages(1), nn.Sequential(Broken(6, 6).double())]
+def test_a_stage_that_fails_says_where(name, error, message):
+    modules = [*stages(1), nn.Sequential(Failing(0, explode))]
     with pytest.raises(error, match=message):
-        train(modules, batches(1), F.mse_loss, SGD)
-
-
-@pytest.mark.parametrize(
-    "train",
-    [
-        partial(run_torchgpipe, chunks=2),
-        partial(run_torchgpipe, chunks=2, trace=False),
-        lambda *a: run_torch_pipelining("gpipe", *a, devices=2, microbatches=2),
-        lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a, trace=False),
-        partial(run_deepspeed, microbatches=2, trace=False),
-    ],
-    ids=["torchgpipe", "torchgpipe-untraced", "torch", "torch-untraced", "deepspeed-untraced"],
-)
-def test_the_stages_are_left_alone(train):
-    modules, corpus = stages(2), batches(1)
-    before = [p.clone() for s in modules for p in s.parameters()]
-    found = train(modules, corpus, F.mse_loss, partial(torch.optim.Adam, lr=0.1))
-    after = [p for s in modules for p in s.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert all(p.grad is None for p in after)
-    trained = [p for weights in found.weights for p in weights.values()]
-    assert not any(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+        TRAIN[name](modules, batches(1), F.mse_loss, SGD)
 
 
 @pytest.mark.parametrize(

@@ -15,55 +15,47 @@ from torch.utils.data import DataLoader
 
 from pipelab import Recompute, RunError, Trainer, evaluate, make, run
 from tests.conftest import Wrapping
-from tests.support import SGD, Failing, batches, explode, stages
+from tests.support import SGD, Failing, batches, explode, passing, run_of, stages
+
+CALLS = pytest.mark.parametrize(
+    "call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"]
+)
 
 # ---- data
 
 
-@pytest.mark.parametrize("way", ["run", "evaluate"])
-def test_a_data_set_is_read_up_to_its_length(way):
+@CALLS
+def test_a_data_set_is_read_up_to_its_length(call):
     # Was: the check and the evaluation's check iterated, which ends at an IndexError
     # alone: they hung.
     data = Wrapping(batches(2))
-    arguments = (make("gpipe", 2, 2, batches=2), stages(2), data, F.mse_loss)
-    if way == "evaluate":
-        assert evaluate(*arguments).check.passed
-    else:
-        assert run(*arguments, SGD).check.passed
+    assert call(make("gpipe", 2, 2, batches=2), stages(2), data, F.mse_loss).check.passed
     assert set(data.asked) == {0, 1}
 
 
-def of_other_length(x, y):
-    return {"three": (x, y, y), "one": (x,), "tensor": x, "dictionary": {"x": x, "y": y}}
+X, Y = batches(1)[0]
 
 
-@pytest.mark.parametrize("kind", ["three", "one", "tensor", "dictionary"])
-@pytest.mark.parametrize("call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"])
-def test_a_batch_that_is_no_pair_is_refused(call, kind):
+@pytest.mark.parametrize(
+    "other", [(X, Y, Y), (X,), X, {"x": X, "y": Y}], ids=["three", "one", "tensor", "dictionary"]
+)
+@CALLS
+def test_a_batch_that_is_no_pair_is_refused(call, other):
     # Was: three: "Piece.__new__() takes from 4 to 5 positional arguments" after training; one:
     # IndexError; a tensor: its first two samples were taken for input and target; a dictionary:
     # "its tensors have no samples".
-    first, (x, y) = batches(2)
-    data = [first, of_other_length(x, y)[kind]]
     with pytest.raises(ValueError, match=r"batch 1 .*\(input, target\)"):
-        call(make("gpipe", 2, 2, batches=2), stages(2), data, F.mse_loss)
+        call(make("gpipe", 2, 2, batches=2), stages(2), [(X, Y), other], F.mse_loss)
 
 
 def test_a_mapping_without_labels_is_told_how_to_be_a_pair():
     # Was: "is no pair", without its keys.
-    x, y = batches(1)[0]
     said = (
         r"batch 0 is a UserDict of ids, mask, y, not a pair: give \(input, target\), such as "
         r"\(\(b\['ids'\], b\['mask'\]\), b\['y'\]\) for b in loader; or name the target 'labels'"
     )
     with pytest.raises(ValueError, match=said):
-        run(
-            make("gpipe", 2, 2),
-            stages(2),
-            [UserDict(ids=x, mask=x, y=y)],
-            F.mse_loss,
-            SGD,
-        )
+        run_of(make("gpipe", 2, 2), data=[UserDict(ids=X, mask=X, y=Y)])
 
 
 class Masked(nn.Linear):
@@ -72,15 +64,14 @@ class Masked(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "mapping"])
-@pytest.mark.parametrize("call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"])
+@CALLS
 def test_a_mapping_with_labels_is_a_pair(call, kind):
     # Was: "is no pair"; as the input of a pair: "holds a UserDict, whose arrays cannot be found".
     # A UserDict as transformers' BatchEncoding is one.
-    x, y = batches(1)[0]
-    inputs = {"input_ids": x, "attention_mask": (x > 0).double()}
+    inputs = {"input_ids": X, "attention_mask": (X > 0).double()}
     arguments = make("gpipe", 2, 4), [Masked(6, 6, dtype=torch.float64), *stages(1)]
-    expected = call(*arguments, [(inputs, y)], F.mse_loss)
-    for batch in (kind(labels=y, **inputs), (kind(inputs), y)):
+    expected = call(*arguments, [(inputs, Y)], F.mse_loss)
+    for batch in (kind(labels=Y, **inputs), (kind(inputs), Y)):
         result = call(*arguments, [batch], F.mse_loss)
         assert result.check.passed
         assert result.losses == expected.losses
@@ -90,13 +81,11 @@ def test_a_mapping_with_labels_is_a_pair(call, kind):
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
 def test_a_sparse_tensor_is_refused_where_it_has_to_be_cut_or_sent(layout):
     # Was: "Could not run 'aten::as_strided'", or "Cannot access storage of SparseTensorImpl".
-    x, y = batches(1)[0]
-    arguments = F.mse_loss, SGD
     with pytest.raises(ValueError, match=r"batch 0 cannot be cut .*: give dense arrays"):
-        run(make("gpipe", 2, 2), stages(2), [(getattr(x, layout)(), y)], *arguments)
+        run_of(make("gpipe", 2, 2), data=[(getattr(X, layout)(), Y)])
     modules = [nn.Sequential(*stages(1), Sparse(layout)), *stages(1)]
     with pytest.raises(RunError, match=r"0F0: ValueError: the stage's output is a torch.sparse_"):
-        run(make("gpipe", 2, 2), modules, [(x, y)], *arguments)
+        run_of(make("gpipe", 2, 2), modules)
 
 
 class Sparse(nn.Module):
@@ -106,11 +95,6 @@ class Sparse(nn.Module):
 
     def forward(self, x):
         return getattr(x, self.layout)()
-
-
-def test_a_reference_by_another_name_is_refused():
-    with pytest.raises(ValueError, match="reference='batch': give one of batches, microbatches"):
-        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, reference="batch")
 
 
 # ---- what stages hand on
@@ -155,7 +139,7 @@ class Joining(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [Pair, Named])
-@pytest.mark.parametrize("call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"])
+@CALLS
 def test_a_structure_that_torch_cannot_open_is_refused(call, kind):
     # Was: it went on as it was, with its tensors and their graph: the next stage's backward went on
     # through this stage.
@@ -166,22 +150,20 @@ def test_a_structure_that_torch_cannot_open_is_refused(call, kind):
 
 def test_a_structure_that_torch_can_open_is_handed_on():
     # Passed all along: the remedy that the refusal names.
-    modules = [Parting(KnownPair), Joining()]
-    assert run(make("pipedream", 2, 4), modules, batches(1), F.mse_loss, SGD).check.passed
+    passing(make("pipedream", 2, 4), [Parting(KnownPair), Joining()])
 
 
 @pytest.mark.parametrize("side", ["input", "target"])
 def test_a_batch_that_torch_cannot_open_is_refused(side):
     # Was: no tensor of it was cut: every micro-batch got the whole of it.
-    x, y = batches(1)[0]
     modules = [Joining() if side == "input" else stages(1)[0], *stages(1)]
-    data = [(Pair(x, x), y) if side == "input" else (x, Pair(y, y))]
+    data = [(Pair(X, X), Y) if side == "input" else (X, Pair(Y, Y))]
 
     def loss(y, target):
         return F.mse_loss(y, target.a if isinstance(target, Pair) else target)
 
     with pytest.raises(ValueError, match=r"batch 0.*Pair.*pytree"):
-        run(make("gpipe", 2, 4), modules, data, loss, SGD)
+        run_of(make("gpipe", 2, 4), modules, data, loss)
 
 
 # ---- losses
@@ -218,7 +200,7 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(kind):
     loss, said = LOSSES[kind]
     Counted.steps = 0
     with pytest.raises((ValueError, RunError), match=said):
-        run(make("gpipe", 2, 2), stages(2), batches(1), loss, partial(Counted, lr=0.1))
+        run_of(make("gpipe", 2, 2), loss=loss, optimizer=partial(Counted, lr=0.1))
     assert Counted.steps == 0
 
 
@@ -226,8 +208,7 @@ def test_a_batch_that_has_a_graph_is_data():
     # Was: backwards went on into the caller's graph, which the second one did not find any more.
     (x, target), *_ = batches(1)
     x.requires_grad_()
-    result = run(make("gpipe", 2, 2), stages(2), [(x * 2, target)], F.mse_loss, SGD)
-    assert result.check.passed
+    passing(make("gpipe", 2, 2), data=[(x * 2, target)])
     assert x.grad is None
 
 
@@ -235,7 +216,7 @@ def test_a_batch_that_has_a_graph_is_data():
 def test_a_loss_that_is_the_mean_of_no_number_is_refused(count):
     loss = lambda y, t: (F.mse_loss(y, t), count)  # noqa: E731
     with pytest.raises(RunError, match=f"the loss is the mean of {count}: return"):
-        run(make("gpipe", 2, 2), stages(2), batches(1), loss, SGD)
+        run_of(make("gpipe", 2, 2), loss=loss)
 
 
 def test_an_unreduced_loss_is_not_evaluated():
@@ -244,20 +225,76 @@ def test_an_unreduced_loss_is_not_evaluated():
         evaluate(make("gpipe", 2, 2), stages(2), batches(1), whole)
 
 
-# ---- numbers
+# ---- arguments
+
+SHARED = nn.Linear(6, 6, dtype=torch.float64)
+DOUBLE = make("pipedream_2bw", 2, 2)  # of one batch, which looks as if it had a flush
+META = nn.BatchNorm1d(6, affine=False, device="meta")
 
 
-def refuse_to_train(*arguments, **rest):
+def refuse_to_train(weights):
     raise AssertionError("an optimizer was made")
 
 
-@pytest.mark.parametrize("clip", [0, 0.0, -1.0, float("nan")])
-@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
-def test_a_clip_that_is_no_length_is_refused(name, clip):
-    # Was: 0: ZeroDivisionError in an update; -1: trained uphill, and the check passed; nan: weights
-    # of nan.
-    with pytest.raises(ValueError, match=f"clip={clip!r}"):
-        run(make(name, 2, 2), stages(2), batches(1), F.mse_loss, refuse_to_train, clip=clip)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"devices": "meta"}, "device 'meta': this machine has cpu"),
+        ({"schedule": make("gpipe", 2, 2).with_transfers()}, "has its transfers written out"),
+        ({"stages": stages(3)}, "3 modules for the 2 stages of gpipe: give one per stage"),
+        (
+            {"stages": [SHARED, SHARED], "schedule": make("pipedream", 2, 2)},
+            "stages 0 and 1 share the weight weight, but pipedream updates without a flush",
+        ),
+        ({"stages": [SHARED, SHARED], "schedule": DOUBLE}, "share the weight .* without a flush"),
+        ({"replicas": 2, "schedule": make("pipedream", 2, 2)}, "replicas=2 with pipedream, which"),
+        ({"replicas": 2, "schedule": DOUBLE}, "replicas=2 with pipedream_2bw, which updates"),
+        ({"replicas": 0}, "replicas=0: give a whole number"),
+        # Was: a TypeError of a rank, or none.
+        ({"replicas": 1.5}, "replicas=1.5: give a whole number of at least 1"),
+        ({"seed": 1.5}, "seed=1.5: give a whole number of at least 0"),
+        ({"timeout": None}, "timeout=None: give seconds, a number above 0"),
+        # Was: ZeroDivisionError in an update; trained uphill, and the check passed; weights of nan.
+        ({"clip": 0}, "clip=0: give the largest norm"),
+        ({"clip": -1.0}, "clip=-1.0: give"),
+        ({"clip": float("nan")}, "clip=nan: give"),
+        ({"reference": "batch"}, "reference='batch': give one of batches, microbatches"),
+        # Was: a NotImplementedError of torch's, from a copy.
+        ({"stages": [nn.Linear(6, 6, device="meta"), *stages(1)]}, "0 is on the meta .* to_empty"),
+        ({"stages": [*stages(1), META]}, "stage 1 is on the meta device .* to_empty"),
+        ({"recompute": "some"}, "recompute='some': use one of never, except_last, always"),
+        ({"pace": -1.0}, "pace=-1.0: give the seconds of one cost unit"),
+        ({"seed": -1}, "seed=-1: give a whole number of at least 0"),
+        ({"timeout": 0}, "timeout=0: give seconds"),
+        ({"autocast": torch.float16}, "autocast=torch.float16: use torch.bfloat16"),
+        ({"stop": 1}, "stop=1 without save loses the work"),
+        (
+            {"schedule": make("gpipe", 2, 2).forward_only()},
+            "has only forwards: use pipelab.evaluate",
+        ),
+        ({"batches": batches(2)}, "2 batches for a table of 1: build the schedule with batches=2"),
+        ({"batches": batches(1, samples=1)}, "batch 0 has 1 samples for 2 micro-batches"),
+        ({"batches": [(torch.ones(4, 6), torch.ones(5, 6))]}, r"tensors have \[4, 5\] samples"),
+        ({"devices": ["cpu"]}, "1 devices for the 2 rows of gpipe"),
+        ({"devices": ["cpu", "gpu0"]}, "device 'gpu0'"),
+        ({"devices": "cuda:64"}, "device 'cuda:64': this machine has cpu"),
+        ({"batches": iter(batches(1))}, "batches is a list_iterator: give a list, such as list"),
+        ({"optimizer": None}, "optimizer is a NoneType: give a factory, such as torch.optim.SGD"),
+        ({"optimizer": lambda weights: None}, "factory made a NoneType of weights"),
+        ({"optimizer": lambda _: SGD([SHARED.weight])}, "factory made a SGD of weights"),
+        ({"devices": [None, None]}, "device 'None'"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    arguments = dict(
+        schedule=make("gpipe", 2, 2),
+        stages=stages(2),
+        batches=batches(1),
+        loss=F.mse_loss,
+        optimizer=refuse_to_train,
+    )
+    with pytest.raises(ValueError, match=message):
+        run(**arguments | change)
 
 
 # ---- what a failing run leaves behind
@@ -317,9 +354,7 @@ def test_a_failing_run_is_freed_at_once(what):
 def test_a_caller_in_inference_mode_trains_all_the_same(recompute, backend):
     # Was: "Inference tensors cannot be saved for backward".
     norm = nn.BatchNorm1d(6, dtype=torch.float64)
-    expected = run(
-        make("gpipe", 2, 2), [*stages(1), norm], batches(1), F.mse_loss, SGD, recompute=recompute
-    )
+    expected = run_of(make("gpipe", 2, 2), [*stages(1), norm], recompute=recompute)
     with torch.inference_mode():
         norm = nn.BatchNorm1d(6, dtype=torch.float64)
         arguments = make("gpipe", 2, 2), [*stages(1), norm], batches(1), F.mse_loss
@@ -330,7 +365,7 @@ def test_a_caller_in_inference_mode_trains_all_the_same(recompute, backend):
     assert evaluated.check.passed
 
 
-@pytest.mark.parametrize("call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"])
+@CALLS
 def test_a_loader_is_no_list(call):
     # Was: TypeError "'DataLoader' object is not subscriptable".
     loader = DataLoader(batches(2), batch_size=None)
@@ -352,38 +387,8 @@ class Raising(nn.Module):
 def test_an_error_without_words_still_has_a_place(backend):
     # Was: "no words", without device and action.
     with pytest.raises(RunError, match="device 1, action 1F0: Unspeakable") as error:
-        run(
-            make("gpipe", 2, 2),
-            [*stages(1), Raising()],
-            batches(1),
-            F.mse_loss,
-            SGD,
-            backend=backend,
-        )
+        run_of(make("gpipe", 2, 2), [*stages(1), Raising()], backend=backend)
     assert error.value.device == 1
-
-
-@pytest.mark.parametrize("kind", [lambda: nn.Linear(6, 6), lambda: nn.BatchNorm1d(6, affine=False)])
-def test_a_stage_without_values_is_refused(kind):
-    # Was: a NotImplementedError of torch's, from a copy.
-    with torch.device("meta"):
-        modules = [kind(), nn.Linear(6, 6)]
-    with pytest.raises(ValueError, match=r"stage 0 is on the meta device .* to_empty"):
-        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "remedy"),
-    [
-        ("replicas", 1.5, "a whole number of at least 1"),
-        ("seed", 1.5, "a whole number of at least 0"),
-        ("timeout", None, "seconds, a number above 0"),
-    ],
-)
-def test_an_option_of_another_kind_is_refused_at_once(name, value, remedy):
-    """Was: a TypeError of a rank, or none."""
-    with pytest.raises(ValueError, match=f"{name}={value}: give {remedy}"):
-        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, **{name: value})
 
 
 def test_a_schedules_name_is_no_schedule():

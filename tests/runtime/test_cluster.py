@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,16 @@ class Process(Cluster):
 Process.__abstractmethods__ = frozenset()
 
 
+@contextmanager
+def beside(call, *arguments, **options):
+    """What another process calls meanwhile; afterwards the list has what that returned."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call(*arguments, **options)))
+    thread.start()
+    yield found
+    thread.join()
+
+
 @pytest.fixture
 def store():
     return Store()
@@ -71,10 +82,8 @@ def store():
 def two(store):
     """Two processes that have met."""
     found = [Process(me, store) for me in range(2)]
-    other = threading.Thread(target=found[1].__enter__)
-    other.start()
-    found[0].__enter__()
-    other.join()
+    with beside(found[1].__enter__):
+        found[0].__enter__()
     yield found
     for process in found:
         process.__exit__(None, None, None)
@@ -83,15 +92,11 @@ def two(store):
 def test_what_the_first_says_stays_until_all_have_read_it(two):
     # Was: it did not wait for the others, and what it said eight calls before was dropped.
     one, other = two
-    other.patience, found = 5.0, []
-    thread = threading.Thread(
-        target=lambda: found.extend(one.from_first(lambda n=n: n) for n in range(20))
-    )
-    thread.start()
-    thread.join(0.2)  # it has said all that it says before the other reads anything
-    assert [other.from_first(list) for _ in range(20)] == [*range(20)]
-    thread.join()
-    assert found == [*range(20)]
+    other.patience, numbers = 5.0, [*range(20)]
+    with beside(lambda: [one.from_first(lambda n=n: n) for n in numbers]) as found:
+        time.sleep(0.2)  # it has said all that it says before the other reads anything
+        assert [other.from_first(list) for _ in numbers] == numbers
+    assert found == [numbers]
 
 
 def test_what_a_process_said_before_it_failed_counts(two):
@@ -106,13 +111,11 @@ def test_what_a_process_said_before_it_failed_counts(two):
 
 def test_a_call_that_others_do_not_make_is_refused_and_can_be_followed_by_theirs(two):
     one, other = two
-    found = []
-    thread = threading.Thread(target=lambda: found.append(other.share(1, "save")))
-    thread.start()
-    with pytest.raises(ValueError, match="process 1 is at save, but process 0 at fit: make the"):
-        one.share(0, "fit", early=True)
-    assert one.share(0, "save") == [0, 1]
-    thread.join()
+    told = "process 1 is at save, but process 0 at fit: make the"
+    with beside(other.share, 1, "save") as found:
+        with pytest.raises(ValueError, match=told):
+            one.share(0, "fit", early=True)
+        assert one.share(0, "save") == [0, 1]
     assert found == [[0, 1]]
 
 
@@ -142,15 +145,13 @@ def test_all_raise_the_first_failure_and_its_own_keeps_the_cause(two):
     assert str(other._agreed(theirs)) == "the first"
 
 
-def test_who_only_lost_a_message_lets_others_tell_first(two):
+def test_who_only_lost_a_message_lets_others_tell_first(two, monkeypatch):
+    monkeypatch.setattr(clusters, "LEAVING", 0.5)
     one, other = two
     secondary = RunError("lost")
     secondary.__cause__ = Lost()
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(one._agreed(secondary)))
-    waiting.start()
-    other._agreed(RunError("what happened"))
-    waiting.join()
+    with beside(one._agreed, secondary) as found:
+        other._agreed(RunError("what happened"))
     assert str(found[0]) == "what happened"
 
 
@@ -180,9 +181,8 @@ def test_a_store_that_is_gone_was_process_0s(two, store):
     deadline = time.monotonic() + 10
     while not other.failure and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (
-        str(other.failure) == "process 0 disconnected; it was at: process 0 (not in this run yet)"
-    )
+    told = "process 0 disconnected; it was at: process 0 (not in this run yet)"
+    assert str(other.failure) == told
 
 
 def test_who_does_not_come_is_named_and_the_next_call_meets(store):
@@ -193,17 +193,12 @@ def test_who_does_not_come_is_named_and_the_next_call_meets(store):
 
 
 def test_another_schedule_is_refused(store):
-    errors = []
-
     def enter(process):
         with pytest.raises(ValueError, match="process 1 runs a different schedule from process 0"):
             process.__enter__()
-        errors.append(process.me)
+        return process.me
 
-    processes = [Process(me, store, call=f"call {me}") for me in range(2)]
-    threads = [threading.Thread(target=enter, args=[process]) for process in processes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(errors) == [0, 1]
+    one, other = (Process(me, store, call=f"call {me}") for me in range(2))
+    with beside(enter, other) as found:
+        enter(one)
+    assert found == [1]

@@ -25,6 +25,7 @@ from gpu.memory import peak_together, peaks
 from pipelab import Costs, Trainer, make, run, simulate
 from pipelab.predict.memory import Memory, MemoryStep
 from pipelab.runtime.torch import cuda, groups
+from tests.support import PYTHON
 
 GPU = torch.device("cuda:0")
 CPU = torch.device("cpu")
@@ -345,7 +346,8 @@ def test_a_section_that_is_cut_off_keeps_its_rows(capsys):
     assert gpu.rows_until_then("no row") == []
 
 
-def test_a_section_has_a_process_which_is_ended_in_time(capsys):
+def test_a_section_has_a_process_which_is_ended_in_time(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", PYTHON)
     assert gpu.in_a_process("Four stages on one GPU", "cpu", 60).state == "passed"
     assert gpu.in_a_process("Memory", "cpu", 0.1).parts == ["Failed: `no end within 0 s`"]
 

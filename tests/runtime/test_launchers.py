@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,23 +18,12 @@ import pipelab
 from pipelab.runtime import clock
 from pipelab.runtime.torch.ranks import Ranks
 from tests.conftest import thorough
-from tests.support import PYTHON
+from tests.support import ENVIRONMENT, GUARD, PYTHON, ROOT, WORKERS, free_port
 from tests.workers.launched import shown, uneven
 
-ROOT = Path(__file__).parents[2]
-WORKER = ROOT / "tests" / "workers" / "launched.py"
-GUARD = 120  # seconds for a start of ranks and a fault, also on a busy machine
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def torchrun(ranks, *command, nodes=1, hosts=None):
-    """(statuses, standard outputs, standard errors) of one agent per node.
+def launched(ranks, *command, nodes=1, hosts=None):
+    """(statuses, standard outputs, standard errors) of one agent of torchrun's per node.
 
     All are on loopback, or each on its host: (what starts a command there, its address).
     """
@@ -69,7 +57,7 @@ def torchrun(ranks, *command, nodes=1, hosts=None):
 
 
 def worker(twist, folder, ranks=2, **where):
-    return torchrun(ranks, str(WORKER), twist, str(folder), **where)
+    return launched(ranks, str(WORKERS / "launched.py"), twist, str(folder), **where)
 
 
 def only(outputs):
@@ -230,7 +218,7 @@ def test_ranks_that_catch_an_error_go_on_and_end_as_any_script(ranks, which, tmp
     # Was: those of which a thread still waited inside gloo were ended by SIGABRT.
     script = tmp_path / "catches.py"
     script.write_text(CATCHES.replace("RANKS", str(ranks)).replace("WHICH", str(which)))
-    statuses, (out,), _ = torchrun(ranks, str(script))
+    statuses, (out,), _ = launched(ranks, str(script))
     assert statuses == [0]
     assert out.count(f"device {which}, action {which}F0: ValueError: no") == 2 * ranks
 
@@ -244,7 +232,7 @@ def test_another_number_of_ranks_than_devices():
 
 @pytest.mark.thorough
 def test_the_launcher_shows_the_error():
-    statuses, _, errors = torchrun(
+    statuses, _, errors = launched(
         3, "-m", "pipelab", "run", "gpipe", "--devices", "2", "--microbatches", "2"
     )
     assert statuses != [0]
@@ -254,7 +242,7 @@ def test_the_launcher_shows_the_error():
 @pytest.mark.thorough
 def test_the_command_line_on_two_agents():
     sizes = ["--devices", "2", "--microbatches", "4", "--batches", "2"]
-    statuses, outs, errors = torchrun(
+    statuses, outs, errors = launched(
         1, "-m", "pipelab", "run", "pipedream_flush", *sizes, "--json", nodes=2
     )
     assert statuses == [0, 0], errors

@@ -1,33 +1,28 @@
 """Ranks of a launcher and processes of a notebook: every type, and no limit but an action's."""
 
 import json
-import os
-import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from pipelab import RunError, make, run
+from pipelab import RunError, make
 from pipelab.runtime.torch.ranks import MOST, Ranks
-from tests.support import PYTHON, SGD, batches, stages
+from tests.support import (
+    ENVIRONMENT,
+    GUARD,
+    PYTHON,
+    WORKERS,
+    free_port,
+    passing,
+    run_of,
+    same,
+    stages,
+)
 from tests.workers import defects as defects_worker
-
-WORKERS = Path(__file__).parents[1] / "workers"
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(WORKERS.parents[1]), "OMP_NUM_THREADS": "1"}
-GUARD = 120  # seconds for a start of two ranks, also on a busy machine
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def on_two_ranks(folder, *names):
@@ -153,13 +148,9 @@ def test_parametrized_layers_cross_processes(name):
     norm = parametrizations.weight_norm(nn.Linear(6, 6, dtype=torch.float64))
     turn = parametrizations.orthogonal(nn.Linear(6, 6, dtype=torch.float64))
     modules = [nn.Sequential(*stages(1), norm), nn.Sequential(turn, *stages(1))]
-    arguments = (make(name, 2, 2, batches=2), modules, batches(2), F.mse_loss, SGD)
-    result = run(*arguments, backend="processes")
-    assert result.check.passed
-    threads = run(*arguments)
-    assert result.losses == threads.losses
-    for mine, theirs in zip(result.weights, threads.weights, strict=True):
-        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    table = make(name, 2, 2, batches=2)
+    result, threads = passing(table, modules, backend="processes"), run_of(table, modules)
+    assert result.losses == threads.losses and same(result, threads)
 
 
 def test_a_large_value_is_whole_and_leaves_nothing_in_the_store():
@@ -180,5 +171,5 @@ def test_ranks_of_a_launcher_that_was_killed_end_in_time(monkeypatch):
         monkeypatch.setenv(name, value)
     began = time.monotonic()
     with pytest.raises(RunError, match=r"process 1 cannot find the others: .*127\.0\.0\.1"):
-        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, timeout=3.0)
+        run_of(make("gpipe", 2, 2), timeout=3.0)
     assert time.monotonic() - began < 3 + 5

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from pipelab import Trainer, make
 from pipelab.models.sequential import split
-from tests.support import batches, stages
-from tests.training.test_trainer import ADAM, table
+from tests.support import ADAM, batches, stages
+from tests.training.test_trainer import training
 
 
 def plainly(layers, data, clip):
@@ -67,10 +67,8 @@ def test_an_evaluation_measures_and_gives_back_outputs(replicas):
         "error": lambda output, target: (output - target).abs().mean(),
         "positive": lambda output, target: (output[output > 0].mean(), (output > 0).sum()),
     }
-    options = {"check": False, "replicas": replicas}
-    with Trainer(
-        make("gpipe", 2, 2), split(layers, [2, 3]), F.mse_loss, ADAM, **options
-    ) as trainer:
+    given = make("gpipe", 2, 2), split(layers, [2, 3]), F.mse_loss, ADAM
+    with Trainer(*given, check=False, replicas=replicas) as trainer:
         found = trainer.evaluate(data, asked, outputs=True)
         plain = trainer.evaluate(data)
     outputs = [model(inputs).detach() for inputs, _ in data]
@@ -88,7 +86,7 @@ def test_an_evaluation_measures_and_gives_back_outputs(replicas):
 
 def test_progress_shows_the_loss_and_what_a_second_takes(capfd, monkeypatch):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    with Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM, check=False) as trainer:
+    with training(check=False) as trainer:
         assert [batch.number for batch in trainer.fit(batches(3), progress=True)] == [1, 2, 3]
     shown = capfd.readouterr().err
     assert "3/3" in shown and "loss=" in shown and "norm=" in shown and "a second=" in shown
@@ -115,20 +113,16 @@ class Remembering:
 @pytest.mark.parametrize("remembers", [True, False])
 def test_what_a_loader_has_left_is_trained_after_a_stop(tmp_path, remembers):
     data = batches(7)
-    whole, layers = [], stages(3)
-
-    def training(**options):
-        return Trainer(table("1f1b"), layers, F.mse_loss, ADAM, check=False, **options)
-
-    with training() as trainer:
+    with training(check=False) as trainer:
         whole = [batch.loss for batch in trainer.fit(data)]
     loader = Remembering(data) if remembers else data
-    with training() as trainer:
+    with training(check=False) as trainer:
         assert [batch.loss for batch in trainer.fit(loader, 3)] == whole[:3]
         trainer.save(tmp_path / "c", loader if remembers else None)
     loader = Remembering(data) if remembers else data
-    with training(resume=tmp_path / "c") as trainer:
+    with training(check=False, resume=tmp_path / "c") as trainer:
         assert [batch.loss for batch in trainer.fit(trainer.rest_of(loader))] == whole[3:]
+        assert remembers or [*trainer.rest_of(data[:4])] == data[3:4]  # an epoch, and three
         with pytest.raises(ValueError, match=r"loader is a list without a state_dict"):
             trainer.save(tmp_path / "d", data)
         assert not (tmp_path / "d").exists()
@@ -136,12 +130,8 @@ def test_what_a_loader_has_left_is_trained_after_a_stop(tmp_path, remembers):
         content = bytearray((tmp_path / "c" / "loader.pt").read_bytes())
         content[-100] ^= 1  # torch.load alone would not see it
         (tmp_path / "c" / "loader.pt").write_bytes(content)
-        with (
-            training(resume=tmp_path / "c") as trainer,
-            pytest.raises(
-                ValueError, match=r"loader.pt cannot be read \(its content was changed\)"
-            ),
-        ):
+        told = r"loader.pt cannot be read \(its content was changed\)"
+        with training(resume=tmp_path / "c") as trainer, pytest.raises(ValueError, match=told):
             trainer.rest_of(loader)
 
 

@@ -27,6 +27,7 @@ from torch.nn.functional import linear, mse_loss
 from pipelab import Recompute, Schedule, make, run
 from pipelab.jax import arguments as jax_arguments
 from pipelab.jax import backend as jax_backend
+from pipelab.jax import replay as jax_replay
 from pipelab.jax import stage as jax_stage
 from pipelab.jax.backend import JaxJob
 from pipelab.jax.stage import JaxStage
@@ -808,6 +809,8 @@ def compiled_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax_backend, "check_optimizer", check_optimizer)
+        for name in ("programs", "in_turn", "stepped"):
+            patch.setattr(jax_replay, name, cache(getattr(jax_replay, name)))
         patch.setattr(jax_stage, "Function", cache(jax_stage.Function))
         patch.setattr(jax_stage, "step_of", step_once)
         yield

@@ -414,6 +414,9 @@ def test_the_order_of_sums_explains_their_rounding_and_no_more():
         assert ratio(other, forwards, size, 2.0**-23, terms=64) < 3, seed
         other[seed % 50] += 1e-5 * size[seed % 50]
         assert ratio(other, forwards, size, 2.0**-23, terms=64) > 3, seed
+    one = np.ones(1)
+    for terms, times in ((1, 6.0), (9, 6.0), (36, 3.0)):  # from nine on by the root of their number
+        assert ratio(one + 6 * 2.0**-23, one, one, 2.0**-23, terms=terms) == pytest.approx(times)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Kind, Schedule, evaluate, make, run
+from pipelab import Schedule, evaluate, make, run
 from pipelab.runtime import transport
 from pipelab.runtime.torch import weights
 from pipelab.runtime.torch.backend import TorchBackend
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.verdict.check import Check, How
 from pipelab.runtime.verdict.verdict import _Pass
-from pipelab.table.action import Action
 from pipelab.training.trainer import Trainer
-from tests.support import SGD, batches, stages
+from tests.support import SGD, batches, passing, run_of, stages
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
 
@@ -34,11 +33,9 @@ def around_update(monkeypatch, function):
 
 
 def test_a_frozen_weight_that_changes_fails_the_check(monkeypatch):
-    modules = stages(2)
+    modules, table = stages(2), make("gpipe", 2, 2, batches=2)
     first = next(modules[1].parameters()).requires_grad_(False)
-    arguments = make("gpipe", 2, 2, batches=2), modules, batches(2), F.mse_loss, ADAMW
-    result = run(*arguments)
-    assert result.check.passed
+    result = passing(table, modules, optimizer=ADAMW)
     assert torch.equal(next(iter(result.weights[1].values())), first)
 
     def change_frozen(stage, number, call):
@@ -48,7 +45,7 @@ def test_a_frozen_weight_that_changes_fails_the_check(monkeypatch):
                 weight.data.mul_(1.5)
 
     around_update(monkeypatch, change_frozen)
-    assert not run(*arguments).check.passed
+    assert not run_of(table, modules, optimizer=ADAMW).check.passed
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -57,9 +54,8 @@ def test_an_update_that_is_left_out_fails_the_check(replicas, monkeypatch):
         if (stage.first, number) != (False, 2):
             call()
 
-    arguments = make("gpipe", 2, 2, batches=3), stages(2), batches(3), F.mse_loss, SGD
     around_update(monkeypatch, without_the_last)
-    found = run(*arguments, replicas=replicas).check
+    found = run_of(make("gpipe", 2, 2, batches=3), replicas=replicas).check
     assert not found.passed
     assert found.worst.startswith("the number of updates (2) of stage 1"), found
     assert ("of replica" in found.worst) == (replicas == 2)
@@ -76,35 +72,33 @@ def test_batch_losses_of_an_evaluation_are_judged(monkeypatch):
 
 
 def test_steps_are_judged_in_the_weights_precision_under_autocast(monkeypatch):
-    modules, data = stages(2, dtype=torch.float32), batches(1, dtype=torch.float32)
-    optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=1e-2)
-    arguments = make("gpipe", 2, 2), modules, data, F.mse_loss, optimizer
-    assert run(*arguments, autocast=torch.bfloat16).check.passed
+    given = make("gpipe", 2, 2), stages(2, dtype=torch.float32), batches(1, dtype=torch.float32)
+    decaying = partial(torch.optim.AdamW, lr=1e-2, weight_decay=1e-2)
+    options = {"optimizer": decaying, "autocast": torch.bfloat16}
+    passing(*given, **options)
 
     def without_decay(stage, number, call):
         stage.optimizer.param_groups[0]["weight_decay"] = 0.0
         call()
 
     around_update(monkeypatch, without_decay)
-    assert not run(*arguments, autocast=torch.bfloat16).check.passed
+    assert not run_of(*given, **options).check.passed
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_replicas_leave_a_weight_without_a_gradient_alone(backend):
     modules = stages(2)
     modules[0].register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
-    data = batches(1, samples=8)
-    result = run(make("gpipe", 2, 2), modules, data, F.mse_loss, ADAMW, replicas=2, backend=backend)
-    assert result.check.passed, result.check
+    options = {"optimizer": ADAMW, "replicas": 2, "backend": backend}
+    result = passing(make("gpipe", 2, 2), modules, **options)
     assert torch.equal(result.weights[0]["unused"], torch.ones(3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_replicas_give_back_the_buffers_of_the_first(backend):
     modules = [nn.Sequential(s, nn.BatchNorm1d(6, dtype=torch.float64)) for s in stages(2)]
-    schedule, data = make("gpipe", 2, 2, batches=2), batches(2, samples=16)
-    result = run(schedule, modules, data, F.mse_loss, ADAMW, replicas=2, backend=backend)
-    assert result.check.passed, result.check
+    data, options = batches(2, samples=16), {"optimizer": ADAMW, "replicas": 2, "backend": backend}
+    result = passing(make("gpipe", 2, 2, batches=2), modules, data, **options)
     assert result.weights[0]["1.num_batches_tracked"] == 4
 
 
@@ -129,22 +123,15 @@ def test_a_micro_batch_that_counts_nothing_and_has_no_number():
 
     (x, target), *_ = batches(1, samples=8)
     target[:2] = torch.nan
-    result = run(make("gpipe", 2, 4), stages(2), [(x, target)], loss, ADAMW)
-    assert result.check.passed and not result.check.ratio, result.check
+    assert not passing(make("gpipe", 2, 4), None, [(x, target)], loss, ADAMW).check.ratio
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_forwards_leave_traces_in_the_order_of_the_data_whatever_backwards_come_first(recompute):
-    rows = [
-        [*(Action(s, Kind.F, k) for k in range(4)), *(Action(s, Kind.B, k) for k in (3, 2, 1, 0))]
-        for s in range(2)
-    ]
-    table = Schedule("last first", [[*row, Action(s, Kind.U, 0)] for s, row in enumerate(rows)],
-                     (0, 1), microbatches=4)  # fmt: skip
+    rows = "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0 0U0\n1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0 1U0"
     modules = [nn.Sequential(s, nn.BatchNorm1d(6, dtype=torch.float64)) for s in stages(2)]
-    given = table, modules, batches(1, samples=8), F.mse_loss, ADAMW
-    found = run(*given, recompute=recompute).check
-    assert found.passed and not found.ratio, found
+    result = passing(Schedule.from_grid(rows), modules, optimizer=ADAMW, recompute=recompute)
+    assert not result.check.ratio
 
 
 def test_the_optimizer_sees_what_weights_have_beside_their_values():
@@ -157,7 +144,7 @@ def test_the_optimizer_sees_what_weights_have_beside_their_values():
     modules = stages(2)
     for p in nn.ModuleList(modules).parameters():
         p.decays = p.ndim > 1
-    found = run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, optimizer).check
+    found = run_of(make("gpipe", 2, 2), modules, optimizer=optimizer).check
     assert found.passed and not found.ratio, (found, found.failure)
 
 
@@ -184,8 +171,7 @@ def test_backwards_of_ones_own_are_not_autocast():
     data = batches(1, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         modules = [nn.Sequential(Multiplied(6, 6), nn.Tanh()), nn.Linear(6, 6)]
-        found = run(make("gpipe", 2, 2), modules, data, F.mse_loss, ADAMW).check
-    assert found.passed and not found.ratio, found
+        assert not passing(make("gpipe", 2, 2), modules, data, optimizer=ADAMW).check.ratio
 
 
 class Slow(nn.Module):
@@ -201,18 +187,16 @@ class Slow(nn.Module):
 
 
 def test_two_runs_at_once_have_their_own_random_numbers():
-    schedule, data = make("gpipe", 2, 4, batches=2), batches(2, samples=8)
+    given = make("gpipe", 2, 4, batches=2), batches(2)
     models = [  # before any run, since they draw their weights
         [nn.Sequential(stage, Slow(seconds)) for stage in stages(2)] for seconds in (0.007, 0.01)
     ]
 
     def train(seed):
-        return run(schedule, models[seed], data, F.mse_loss, ADAMW, seed=seed)
+        return passing(given[0], models[seed], given[1], optimizer=ADAMW, seed=seed)
 
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(train, range(2)))
-    for result in results:
-        assert result.check.passed, result.check
+        list(pool.map(train, range(2)))
 
 
 class Sized(nn.Module):
@@ -222,9 +206,7 @@ class Sized(nn.Module):
 
 
 def test_a_layer_may_insist_on_the_size_of_a_micro_batch():
-    modules = [nn.Sequential(stage, Sized()) for stage in stages(2)]
-    result = run(make("gpipe", 2, 4), modules, batches(1, samples=8), F.mse_loss, ADAMW)
-    assert result.check.passed
+    passing(make("gpipe", 2, 4), [nn.Sequential(stage, Sized()) for stage in stages(2)])
 
 
 def test_a_clipped_norm_may_come_from_another_order_of_replicas(monkeypatch):
@@ -250,7 +232,7 @@ def test_a_weight_that_the_run_does_not_return_fails_the_check(monkeypatch):
         return {name: w for name, w in trained(stage).items() if name != "2.bias"}
 
     monkeypatch.setattr(TorchStage, "trained", without_one)
-    found = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD).check
+    found = run_of(make("gpipe", 2, 2)).check
     assert not found.passed
     assert found.worst == "the trained weight 2.bias"
 
@@ -262,16 +244,14 @@ def test_a_weight_may_be_left_out_of_a_state_dict():
     modules = stages(2)
     for stage in modules:
         stage.register_state_dict_post_hook(leave_out)
-    result = run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
-    assert result.check.passed, result.check
+    result = passing(make("gpipe", 2, 2), modules)
     assert "2.bias" not in result.weights[0]
 
 
 def test_a_first_batch_is_checked_by_the_rule_of_its_training(tmp_path):
     """Was: alone it looked like one with a flush, so the norm of all stages was expected."""
     table, how = make("pipedream", 2, 1, batches=3), {"clip": 0.1, "stop": 1, "save": tmp_path}
-    first = run(table, stages(2), batches(3), F.mse_loss, SGD, **how)
-    assert first.check.passed, first.check
+    passing(table, stages(2), batches(3), **how)
     with Trainer(table, stages(2), F.mse_loss, SGD, clip=0.1, check=1) as trainer:
         for step in trainer.fit(batches(3)):
             assert step.check.passed, step.check
@@ -302,9 +282,9 @@ def test_a_cut_that_changes_the_model_fails_with_any_number_of_micro_batches(tab
     """Was: where one micro-batch is an update the uncut graph was not asked."""
     frozen = nn.Linear(6, 6, dtype=torch.float64).requires_grad_(False)
     cut = [frozen, Wanted(6, 6, dtype=torch.float64)]
-    found = run(table, cut, batches(table.batches), F.mse_loss, SGD).check
+    found = run_of(table, cut).check
     assert "One device would give 1.weight no gradient" in str(found)
-    assert run(table, stages(2), batches(table.batches), F.mse_loss, SGD).check.passed
+    passing(table, stages(2))
 
 
 class Doubled(nn.Linear):
@@ -317,7 +297,7 @@ class Doubled(nn.Linear):
 def test_a_single_micro_batch_is_not_told_that_it_is_divided():
     frozen = nn.Linear(6, 6, dtype=torch.float64).requires_grad_(False)
     cut = [frozen, Doubled(6, 6, dtype=torch.float64)]
-    found = run(make("gpipe", 2, 1), cut, batches(1), F.mse_loss, SGD).check
+    found = run_of(make("gpipe", 2, 1), cut).check
     assert "The stages compute something else than the model in one piece" in str(found)
 
 
@@ -327,7 +307,7 @@ def test_an_interrupted_check_does_not_lose_the_run(monkeypatch):
 
     monkeypatch.setattr("pipelab.runtime.session.verdict_of", interrupted)
     with pytest.raises(KeyboardInterrupt) as error:
-        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD)
+        run_of(make("gpipe", 2, 2))
     assert len(error.value.run.weights) == 2
 
 
@@ -341,7 +321,7 @@ def test_a_verdict_names_a_copy_as_a_copy(monkeypatch):
 
     monkeypatch.setattr("pipelab.runtime.session.Session.check_copies", lambda *_: None)
     around_update(monkeypatch, alone)
-    found = run(make("chimera", 2, 2), stages(2), batches(1), F.mse_loss, SGD).check
+    found = run_of(make("chimera", 2, 2), stages(2)).check
     assert "of copy 1 in update 0" in found.worst and "replica" not in found.worst
 
 
@@ -354,7 +334,7 @@ def test_the_reason_of_no_check_is_its_first_line(monkeypatch):
         raise error
 
     monkeypatch.setattr("pipelab.runtime.session.verdict_of", failing)
-    found = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD).check
+    found = run_of(make("gpipe", 2, 2)).check
     assert "because TypeError: this is why (see check.failure)" in str(found)
 
 
@@ -364,19 +344,17 @@ def test_within_rounding_a_check_speaks_of_float64():
     assert "furthest" not in str(Check(True, How.SUMS))
 
 
-def test_what_a_version_without_readers_costs():
+def test_what_a_version_without_readers_costs(monkeypatch):
     """The check drops versions that nobody reads: else it keeps one for each update."""
     table = make("pipedream", 3, 1, batches=20)
-    kept = []
-    with pytest.MonkeyPatch.context() as patch:
-        step = _Pass._step
+    kept, step = [], _Pass._step
 
-        def counted(self, *arguments):
-            yield from step(self, *arguments)
-            kept.append([len(versions) for versions in self.history])
+    def counted(self, *arguments):
+        yield from step(self, *arguments)
+        kept.append([len(versions) for versions in self.history])
 
-        patch.setattr(_Pass, "_step", counted)
-        assert run(table, stages(3), batches(20), F.mse_loss, SGD).check.passed
+    monkeypatch.setattr(_Pass, "_step", counted)
+    passing(table)
     assert kept[10] == [3, 2, 1]
 
 
@@ -399,9 +377,8 @@ class Counting(torch.optim.SGD):
 
 def test_what_an_optimizer_keeps_of_no_weight_is_compared_in_the_checkpoint(tmp_path, monkeypatch):
     """Was: a checkpoint with another number passed."""
-    arguments = make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss
-    arguments = *arguments, partial(Counting, lr=0.1)
-    assert run(*arguments, save=tmp_path / "right").check.passed
+    table, counting = make("gpipe", 2, 2, batches=2), partial(Counting, lr=0.1)
+    passing(table, optimizer=counting, save=tmp_path / "right")
     saved = TorchBackend.saved
 
     def wrong(self, folder):
@@ -410,5 +387,5 @@ def test_what_an_optimizer_keeps_of_no_weight_is_compared_in_the_checkpoint(tmp_
         return states
 
     monkeypatch.setattr(TorchBackend, "saved", wrong)
-    found = run(*arguments, save=tmp_path / "wrong").check
+    found = run_of(table, optimizer=counting, save=tmp_path / "wrong").check
     assert found.worst == "in the checkpoint, ['others']['count'] of stage 1"

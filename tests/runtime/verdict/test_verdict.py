@@ -18,17 +18,23 @@ from pipelab.runtime.torch.backend import TorchBackend
 from pipelab.runtime.torch.settings import repeatable
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.verdict.check import How
-from tests.support import batches, stages
+from tests import support
+from tests.support import SGD, batches, stages
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 GPIPE = make("gpipe", 2, 4, batches=2)
 WIDTH = 6
+Forward = partial(support.Forward, dtype=torch.float32)
 NOT_A_MEAN = "The loss is not a mean over the samples."
 
 
 def data(count=2, samples=8, width=WIDTH, dtype=torch.float32):
     return batches(count, samples, width, dtype)
+
+
+def checked(modules, pairs=None, loss=F.mse_loss, optimizer=SGD, table=GPIPE, **options):
+    """What the check says of a run, on random data where a test gives none."""
+    return run(table, modules, pairs or data(), loss, optimizer, **options).check
 
 
 def linear(*after):
@@ -93,27 +99,24 @@ def test_an_infinite_mask_in_the_batch():
     mask[:, 0] = 0
     for schedule in (GPIPE, make("pipedream", 2, 4, batches=2)):
         pairs = [((x, mask), y) for x, y in data()]
-        found = run(schedule, modules, pairs, F.mse_loss, SGD).check
+        found = checked(modules, pairs, table=schedule)
         assert found.passed, found
 
 
-class Averaging(nn.Module):
+def averaging():
     """Puts another tensor in its buffer's place, counts its calls, and computes with both."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner, self.calls = nn.Linear(WIDTH, WIDTH), 0
-        self.register_buffer("average", torch.zeros(WIDTH))
+    def function(module, x):
+        module.calls = getattr(module, "calls", 0) + 1
+        module.average = 0.9 * module.average + x.detach().mean(0)
+        return module.inner(x) - module.average * module.calls
 
-    def forward(self, x):
-        self.calls += 1
-        self.average = 0.9 * self.average + x.detach().mean(0)
-        return self.inner(x) - self.average * self.calls
+    return Forward(function, average=torch.zeros(WIDTH))
 
 
 @pytest.mark.parametrize(("name", "replicas"), [("gpipe", 1), ("gpipe", 2), ("pipedream", 1)])
 def test_a_buffer_that_a_forward_replaces(name, replicas):
-    modules = [linear(nn.Tanh(), Averaging()), nn.Sequential(Averaging(), nn.ReLU())]
+    modules = [linear(nn.Tanh(), averaging()), nn.Sequential(averaging(), nn.ReLU())]
     given = make(name, 2, 4, batches=2), modules, data(samples=8 * replicas), F.mse_loss, SGD
     result = run(*given, replicas=replicas)
     assert result.check.passed, result.check
@@ -165,16 +168,10 @@ def test_buffers_that_the_first_forward_leaves_as_they_are(monkeypatch, name, ki
 def test_an_embedding_that_limits_its_norm_in_the_forward():
     modules = [nn.Embedding(20, WIDTH, max_norm=1.0), linear(nn.ReLU())]
     pairs = [(torch.randint(0, 20, (8,)), y) for _, y in data()]
-    result = run(GPIPE, modules, pairs, F.mse_loss, MOMENTUM)
-    assert result.check.passed, result.check
-
-
-def test_such_an_embedding_in_several_versions_fails_the_check():
-    modules = [nn.Embedding(20, WIDTH, max_norm=1.0), linear(nn.ReLU())]
-    pairs = [(torch.randint(0, 20, (8,)), y) for _, y in data()]
+    found = checked(modules, pairs, optimizer=MOMENTUM)
+    assert found.passed, found
     # Forwards shorten rows of one version only.
-    result = run(make("pipedream", 2, 4, batches=2), modules, pairs, F.mse_loss, SGD)
-    assert not result.check.passed
+    assert not checked(modules, pairs, table=make("pipedream", 2, 4, batches=2)).passed
 
 
 class Draws:
@@ -192,7 +189,7 @@ class Draws:
 
 
 def test_a_data_set_that_draws_at_each_access_is_read_once():
-    found = run(GPIPE, [linear(), linear()], Draws(), F.mse_loss, SGD).check
+    found = checked([linear(), linear()], Draws())
     assert found.passed, found
 
 
@@ -224,24 +221,6 @@ class Eighth(nn.Module):
         return x @ self.matrix.to(x.dtype)
 
 
-def test_frozen_weights_in_eight_bits():
-    found = run(GPIPE, [linear(nn.ReLU(), Eighth()), linear()], data(), F.mse_loss, SGD).check
-    assert found.passed, found
-
-
-class Forward(nn.Module):
-    """A linear layer, and any function of it and the input."""
-
-    def __init__(self, function, **buffers):
-        super().__init__()
-        self.inner, self.function = nn.Linear(WIDTH, WIDTH), function
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
 def grown(module, x):
     if len(module.cache) < x.shape[1]:
         module.cache = torch.arange(x.shape[1], dtype=x.dtype)
@@ -251,6 +230,11 @@ def grown(module, x):
 def counted(module, x):
     module.calls = getattr(module, "calls", 0) + 1
     return module.inner(x) * (1 + 0.1 * module.calls)
+
+
+def broken(module, x):
+    module.mean.copy_(module.mean / 0)  # nan equals nan
+    return module.inner(x)
 
 
 def frozen_in_eight_bits(module, x):
@@ -267,18 +251,23 @@ def frozen_in_eight_bits(module, x):
         Forward(grown, cache=torch.zeros(2)),
         Forward(counted),
         Forward(frozen_in_eight_bits),
+        linear(nn.ReLU(), Eighth()),
+        Forward(broken, mean=torch.zeros(())),
+        # Was: not checked, since the check itself failed.
+        Forward(lambda m, x: m.inner(x), empty=torch.zeros(0, 3)),
         nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     ],
-    ids=["acos", "bernoulli", "growing", "counting", "int8", "spectral norm"],
+    ids=[
+        *("acos", "bernoulli", "growing", "counting", "int8", "float8", "nan", "no elements"),
+        "spectral norm",
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"recompute": Recompute.ALWAYS}], ids=str)
 def test_odd_modules_are_right(module, options):
     if options.get("recompute") and getattr(module, "function", None) is counted:
         pytest.skip("recomputation counts twice what is no buffer")
-    found = run(
-        GPIPE, [module, linear(nn.ReLU())], data(samples=16), F.mse_loss, SGD, seed=1, **options
-    )
-    assert found.check.passed, (found.check, found.check.failure)
+    found = checked([module, linear(nn.ReLU())], data(samples=16), seed=1, **options)
+    assert found.passed, (found, found.failure)
 
 
 class Island(nn.Linear):
@@ -294,7 +283,7 @@ class Island(nn.Linear):
 def test_layers_in_bfloat16_in_a_float32_model(seed, options):
     torch.manual_seed(seed)
     modules = [linear(nn.GELU(), Island(WIDTH, WIDTH)), linear(nn.ReLU(), Island(WIDTH, WIDTH))]
-    found = run(GPIPE, modules, data(samples=30), F.mse_loss, SGD, **options).check
+    found = checked(modules, data(samples=30), **options)
     assert found.passed, found
 
 
@@ -315,7 +304,7 @@ class Mixing(Island):
     ],
 )
 def test_what_takes_no_float64_is_asked_in_float32(layer, loss, reason):
-    found = run(GPIPE, [linear(), layer(WIDTH, WIDTH)], data(), loss, SGD).check
+    found = checked([linear(), layer(WIDTH, WIDTH)], loss=loss)
     assert found.passed == (not reason) and reason in str(found)
     assert "the undivided batch to less than 6% (AssertionError" in found.unjudged[0]
 
@@ -340,38 +329,27 @@ def test_a_step_is_compared_by_the_change_of_each_weight():
     assert found.passed and found.how is How.SUMS and 0 < found.ratio < 3
 
 
-class OnlyInWorkers(nn.Module):
-    """What the replay cannot compute."""
-
-    def forward(self, x):
+def test_a_check_that_fails_itself_keeps_the_run():
+    def only_in_workers(module, x):
         if threading.current_thread() is threading.main_thread():
             raise LookupError("no such device")
-        return x
+        return module.inner(x)
 
-
-def test_a_check_that_fails_itself_keeps_the_run():
-    result = run(
-        GPIPE, [linear(), nn.Sequential(OnlyInWorkers(), linear())], data(), F.mse_loss, SGD
-    )
+    modules = [linear(), Forward(only_in_workers)]
+    result = run(GPIPE, modules, data(), F.mse_loss, SGD)
     assert not result.check.passed
     assert "the check itself failed, because LookupError: no such device" in str(result.check)
-    assert "in forward" in result.check.failure
+    assert "in only_in_workers" in result.check.failure
     assert torch.isfinite(result.weights[0]["0.weight"]).all()
 
 
 # ---- broken runs
 
 
-class HalfFrozen(nn.Module):
+def half_frozen():
     """A float32 layer beside a frozen tensor of bfloat16."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.shift = nn.Parameter(torch.randn(WIDTH).bfloat16(), requires_grad=False)
-
-    def forward(self, x):
-        return self.inner(x).relu() + self.shift
+    shift = nn.Parameter(torch.randn(WIDTH).bfloat16(), requires_grad=False)
+    return Forward(lambda module, x: module.inner(x).relu() + module.shift, shift=shift)
 
 
 def other_group(**values):
@@ -399,12 +377,11 @@ def slightly_more(stage, call):
     ids=["rate", "decay", "momentum", "gradient"],
 )
 def test_a_frozen_tensor_in_bfloat16_does_not_blur_the_others(monkeypatch, update):
-    modules = [HalfFrozen(), HalfFrozen()]
-    arguments = GPIPE, modules, data(), F.mse_loss, MOMENTUM
-    found = run(*arguments).check
+    modules = [half_frozen(), half_frozen()]
+    found = checked(modules, optimizer=MOMENTUM)
     assert found.passed, found
     around(monkeypatch, "update", update)
-    assert not run(*arguments).check.passed
+    assert not checked(modules, optimizer=MOMENTUM).passed
 
 
 def without(mask):
@@ -428,11 +405,10 @@ def test_small_columns_beside_a_large_one(monkeypatch, optimizer):
     pairs = [(torch.randn(32, 8), torch.randn(32, WIDTH)) for _ in range(2)]
     for x, _ in pairs:
         x[:, 0] = 1.7e9 + 1e6 * x[:, 0]
-    arguments = GPIPE, modules, pairs, F.mse_loss, optimizer
-    found = run(*arguments).check
+    found = checked(modules, pairs, optimizer=optimizer)
     assert found.passed, found
     around(monkeypatch, "update", without(torch.arange(8).expand(16, 8) > 0))
-    found = run(*arguments).check
+    found = checked(modules, pairs, optimizer=optimizer)
     assert not found.passed and "0.weight in update 0" in found.worst, found
 
 
@@ -455,14 +431,6 @@ def test_rare_rows_of_an_embedding(monkeypatch):
     assert not found.passed and "0.weight in update 0" in found.worst, found
 
 
-def numbers_in(function):
-    """The first feature of the data is a number of a row, or a threshold decides."""
-    modules = [Forward(function), linear(nn.ReLU())]
-    modules[0].rows = nn.Embedding(8, WIDTH)
-    pairs = [(torch.cat([torch.arange(8.0)[:, None], x[:, 1:]], 1), y) for x, y in data()]
-    return modules, pairs
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -472,11 +440,13 @@ def numbers_in(function):
     ids=["numbers", "threshold"],
 )
 def test_data_that_are_numbers_of_rows(monkeypatch, function):
-    modules, pairs = numbers_in(function)
-    arguments = GPIPE, modules, pairs, F.mse_loss, SGD
-    assert run(*arguments).check.passed
+    """The first feature of the data is a number of a row, or a threshold decides."""
+    modules = [Forward(function), linear(nn.ReLU())]
+    modules[0].rows = nn.Embedding(8, WIDTH)
+    pairs = [(torch.cat([torch.arange(8.0)[:, None], x[:, 1:]], 1), y) for x, y in data()]
+    assert checked(modules, pairs).passed
     around(monkeypatch, "update", without((torch.arange(WIDTH) == 2)[:, None]))
-    assert not run(*arguments).check.passed
+    assert not checked(modules, pairs).passed
 
 
 def test_a_column_that_the_optimizer_leaves_alone(monkeypatch):
@@ -498,24 +468,20 @@ def test_a_column_that_the_optimizer_leaves_alone(monkeypatch):
     assert not found.passed and found.worst == "weight 0.weight after update 0", found
 
 
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.tensor(250))
-        self.register_buffer("number", torch.tensor(10**18))
-        self.register_buffer("counted", torch.tensor(250.0))
+def counting():
+    def function(module, x):
+        module.seen += 1
+        module.counted += 1
+        return module.inner(x)
 
-    def forward(self, x):
-        self.seen += 1
-        self.counted += 1
-        return self.inner(x)
+    counts = {"seen": torch.tensor(250), "counted": torch.tensor(250.0)}
+    return Forward(function, number=torch.tensor(10**18), **counts)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 @pytest.mark.parametrize(("name", "off"), [("seen", 3), ("number", 100), ("counted", 3)])
 def test_counts_are_exact_whatever_the_model_computes_in(monkeypatch, name, off, precision):
-    modules = [Counting(), Counting()]
+    modules = [counting(), counting()]
     arguments = GPIPE, modules, data(), F.mse_loss, SGD
     options = {"autocast": torch.bfloat16}
     if precision == "bfloat16":
@@ -535,14 +501,6 @@ def test_counts_are_exact_whatever_the_model_computes_in(monkeypatch, name, off,
     assert not found.passed and f"buffer {name}" in found.worst
 
 
-def test_a_buffer_without_elements():
-    # Was: not checked, since the check itself failed.
-    modules = [linear(), linear()]
-    modules[0].register_buffer("empty", torch.zeros(0, 3))
-    found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
-    assert found.passed, found
-
-
 def test_a_checkpoint_that_lacks_something_fails_the_check(monkeypatch, tmp_path):
     # Was: not checked, since the check itself failed.
     def resume_state(stage, call):
@@ -552,24 +510,9 @@ def test_a_checkpoint_that_lacks_something_fails_the_check(monkeypatch, tmp_path
 
     around(monkeypatch, "resume_state", resume_state)
     modules = [linear(), linear()]
-    found = run(GPIPE, modules, data(), F.mse_loss, MOMENTUM, save=tmp_path / "save").check
+    found = checked(modules, optimizer=MOMENTUM, save=tmp_path / "save")
     assert not found.passed, found
     assert found.worst.startswith("in the checkpoint, ['optimizer']['0.weight']"), found
-
-
-def test_a_buffer_that_becomes_nan_in_both():
-    class Broken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-            self.register_buffer("mean", torch.zeros(()))
-
-        def forward(self, x):
-            self.mean.copy_(self.mean / 0)
-            return self.inner(x)
-
-    found = run(GPIPE, [Broken(), linear()], data(), F.mse_loss, SGD).check
-    assert found.passed, found  # nan equals nan
 
 
 @pytest.mark.parametrize("factor", [1e200, torch.inf])
@@ -598,7 +541,7 @@ def test_small_draws_of_any_kind_are_called_so(share, dtype):
     modules = [linear(), Jittered(WIDTH, WIDTH)]
     modules[1].share = share
     modules = [m.to(dtype) for m in modules]
-    found = run(GPIPE, modules, data(dtype=dtype), F.mse_loss, SGD).check
+    found = checked(modules, data(dtype=dtype))
     assert not found.passed and "couples" not in str(found), found
     assert "computed twice on one device, differs" in str(found), found
 
@@ -616,11 +559,10 @@ def contrastive(share):
     return loss
 
 
-@pytest.mark.parametrize("share", [1.0, 1e-4])
+@pytest.mark.parametrize("share", [1.0, 1e-4, 0.0])
 def test_a_small_part_of_the_loss_that_is_no_mean_is_seen(share):
-    found = run(GPIPE, stages(2, dtype=torch.float32), data(), contrastive(share), SGD).check
-    assert not found.passed and NOT_A_MEAN in str(found)
-    assert run(GPIPE, stages(2, dtype=torch.float32), data(), contrastive(0.0), SGD).check.passed
+    found = checked(stages(2, dtype=torch.float32), loss=contrastive(share))
+    assert found.passed == (not share) and (NOT_A_MEAN in str(found)) == bool(share)
 
 
 def coupled_in_its_gradient(y, target):
@@ -655,10 +597,11 @@ def test_such_a_loss_is_seen_where_it_takes_the_output_in_float32(share):
     def loss(y, target):
         return contrastive(share)(y.float(), target.float())
 
-    arguments = make("gpipe", 2, 4, batches=3), stages(2, dtype=torch.float32), data(3)
-    found = run(*arguments, loss, SGD).check
+    given = stages(2, dtype=torch.float32), data(3)
+    gpipe = make("gpipe", 2, 4, batches=3)
+    found = checked(*given, loss, table=gpipe)
     assert not found.passed and NOT_A_MEAN in str(found)
-    assert run(*arguments, lambda y, t: F.mse_loss(y.float(), t.float()), SGD).check.passed
+    assert checked(*given, lambda y, t: F.mse_loss(y.float(), t.float()), table=gpipe).passed
 
 
 class OwnNorm(nn.Linear):
@@ -704,7 +647,7 @@ def test_a_wrong_gradient_is_seen_by_micro_batches_too(monkeypatch):
     around(monkeypatch, "backward", wrong)
     modules = [OwnNorm(WIDTH, WIDTH), linear()]
     options = {"reference": "microbatches"}
-    found = run(make("gpipe", 2, 4), modules, data()[:1], F.mse_loss, SGD, **options).check
+    found = checked(modules, data()[:1], table=make("gpipe", 2, 4), **options)
     assert not found.passed and "the gradient of 0." in found.worst
 
 
@@ -734,7 +677,7 @@ def test_a_loss_that_differentiates(share):
         (slope,) = torch.autograd.grad((y.tanh() * target).sum(), y, create_graph=True)
         return contrastive(share)(y, target) + 0.01 * (slope.norm(dim=-1) - 1).square().mean()
 
-    found = run(GPIPE, stages(2, dtype=torch.float32), data(), penalized, SGD).check
+    found = checked(stages(2, dtype=torch.float32), loss=penalized)
     assert found.passed == (share == 0), found
 
 
@@ -745,7 +688,7 @@ def test_the_verdict_says_that_a_batch_was_not_tried_whole():
             return x.clone()
 
     modules = [nn.Sequential(m, Sized()) for m in stages(2)]
-    found = run(GPIPE, modules, data(dtype=torch.float64), F.mse_loss, SGD).check
+    found = checked(modules, data(dtype=torch.float64))
     assert found.passed, found
     assert " Not compared: the undivided batch (AssertionError" in str(found), found
 
@@ -756,11 +699,11 @@ def test_a_mean_over_tokens_that_only_later_micro_batches_leave_out(padded, prec
     """The first two micro-batches have no padding: they look like a mean over their samples."""
     torch.manual_seed(0)
     modules = [nn.Linear(6, 6, dtype=precision), nn.Linear(6, 5, dtype=precision)]
-    data = [(torch.randn(8, 6, dtype=precision), torch.randint(5, (8,))) for _ in range(2)]
-    right = run(make("gpipe", 2, 4, batches=2), modules, data, F.cross_entropy, SGD).check
+    pairs = [(torch.randn(8, 6, dtype=precision), torch.randint(5, (8,))) for _ in range(2)]
+    right = checked(modules, pairs, F.cross_entropy)
     assert right.passed, right
-    data[padded][1][5] = -100
-    found = run(make("gpipe", 2, 4, batches=2), modules, data, F.cross_entropy, SGD).check
+    pairs[padded][1][5] = -100
+    found = checked(modules, pairs, F.cross_entropy)
     assert not found.passed and NOT_A_MEAN in str(found), found
 
 
@@ -775,35 +718,24 @@ def test_a_mean_whose_gradient_is_a_sums_is_seen_though_nothing_can_be_judged(
         total = F.mse_loss(y, target, reduction="sum")
         return F.mse_loss(y, target).detach() + (total - total.detach())
 
+    def update(stage, call):
+        stage.total = {name: torch.zeros_like(g) for name, g in stage.total.items()}
+        call()
+
     if lost:
-        update = TorchStage.update
-
-        def without(self, number, received=None):
-            self.total = {name: torch.zeros_like(g) for name, g in self.total.items()}
-            return update(self, number, received)
-
-        monkeypatch.setattr(TorchStage, "update", without)
+        around(monkeypatch, "update", update)
     torch.manual_seed(0)
     model = [nn.Linear(6, 6).to(precision) for _ in range(2)]
-    data = [tuple(torch.randn(2, 16, 6, dtype=precision)) for _ in range(2)]
-    done = run(make("gpipe", 2, 4, batches=2), model, data, loss, SGD)
-    assert not done.check.passed and NOT_A_MEAN in str(done.check)
-
-
-class Shifted(nn.Module):
-    """Adds one number to all scores. Their softmax stays: a gradient of rounding alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        return x + self.shift
+    pairs = [tuple(torch.randn(2, 16, 6, dtype=precision)) for _ in range(2)]
+    found = checked(model, pairs, loss)
+    assert not found.passed and NOT_A_MEAN in str(found)
 
 
 def test_a_stage_whose_gradients_are_rounding_alone():
+    """One number more for all scores, whose softmax stays."""
+    shifted = Forward(lambda module, x: x + module.shift, shift=nn.Parameter(torch.zeros(())))
     pairs = [(x, torch.randint(0, WIDTH, (len(x),))) for x, _ in data(samples=32)]
-    found = run(GPIPE, [linear(nn.Tanh(), linear()), Shifted()], pairs, F.cross_entropy, SGD).check
+    found = checked([linear(nn.Tanh(), linear()), shifted], pairs, F.cross_entropy)
     assert found.passed, found
 
 
@@ -814,7 +746,7 @@ def test_a_stage_whose_gradients_are_rounding_alone():
 def test_what_is_nan_on_one_device_is_right(where):
     pairs = [list(pair) for pair in data()]
     pairs[0][where][0, 0] = torch.nan
-    found = run(GPIPE, stages(2, dtype=torch.float32), pairs, F.mse_loss, SGD, finite=False).check
+    found = checked(stages(2, dtype=torch.float32), pairs, finite=False)
     assert found.passed and not found.ratio, found
 
 
@@ -823,25 +755,16 @@ def test_losses_near_the_largest_number(scale):
     pairs = [(x, scale**0.5 * y) for x, y in data(dtype=torch.float64)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = run(GPIPE, stages(2), pairs, F.mse_loss, SGD).check
+        found = checked(stages(2), pairs)
     assert found.passed and not found.ratio, found
-
-
-class Reentrant(nn.Module):
-    """On one device nothing before it wants a gradient, so it gets none."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=True)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_weight_that_one_device_would_not_train():
-    modules = [nn.Tanh(), nn.Sequential(Reentrant(), linear())]
-    found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
+    """There nothing before it wants a gradient, so it gets none."""
+    reentrant = Forward(lambda module, x: checkpoint(module.inner, x, use_reentrant=True))
+    modules = [nn.Tanh(), nn.Sequential(reentrant, linear())]
+    found = checked(modules)
     assert not found.passed and "One device would give 1.0.inner.weight no gradient" in str(found)
 
 
@@ -859,8 +782,7 @@ def test_a_loss_in_bfloat16_that_is_told_a_hundredth_too_large(factor, monkeypat
         return output
 
     around(monkeypatch, "forward", forward)
-    given = stages(2, dtype=torch.bfloat16), data(dtype=torch.bfloat16), F.mse_loss, SGD
-    found = run(GPIPE, *given).check
+    found = checked(stages(2, dtype=torch.bfloat16), data(dtype=torch.bfloat16))
     assert found.passed == (factor == 1.0), found
     assert found.passed or found.worst.startswith("the loss of micro-batch"), found
 
@@ -890,7 +812,7 @@ def test_a_checked_run_repeats_itself_or_says_that_it_does_not(told, monkeypatch
     monkeypatch.setattr(TorchBackend, "repeatable", lambda self: repeatable())
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     modules = [nn.Sequential(Unsteady(told), nn.Tanh()), linear()]
-    found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
+    found = checked(modules)
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     assert not [each for each in recwarn if "deterministic" in str(each.message)]
