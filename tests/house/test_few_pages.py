@@ -90,6 +90,26 @@ def test_links_show_their_own_picture_before_there_is_python(open_page, address)
 
 
 @in_a_browser
+def test_back_while_a_levels_picture_is_on_its_way(open_page, address):
+    # Was: the picture came, and with it its level once more.
+    page, held = open_page(DESK), []
+    level = page.locator("[name=level]")
+    page.goto(f"{address}/docs/play/editor.html#cap")
+    expect(level).to_have_value("cap")
+    page.route("**/first.json", lambda route: held.append(route))
+    with page.expect_request("**/first.json"):
+        level.evaluate("(node) => { node.value = 'split'; node.dispatchEvent(new Event('change')) }")
+    page.go_back()
+    with page.expect_response("**/first.json") as answer:
+        for route in held:
+            route.continue_()
+    answer.value.finished()
+    page.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert page.url.endswith("#cap")
+    expect(level).to_have_value("cap")
+
+
+@in_a_browser
 def test_what_was_not_drawn_is_announced_and_a_wrong_field_is_marked(playing):
     page = playing("docs/play/explorer.html#schedule=gpipe&devices=3&microbatches=5")
     expect(page.locator(".play-note")).to_contain_text("gpipe on 3 devices comes")

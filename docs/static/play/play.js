@@ -208,6 +208,7 @@ const explorer = {
     const made = document.querySelector("[data-made]").dataset.made;
     const mine = last?.made === made && same(last.settings) && last;
     const found = same(stored.settings) ? stored : mine || (await drawn(`explorer-${hash}`));
+    if (location.hash.slice(1) !== hash) return; // meanwhile another one was asked for
     if (found) return model.put({ settings, drawing: found.drawing, error: "" });
     Object.assign(model.state, { settings });
     model.dirty.add("settings");
@@ -279,6 +280,7 @@ const editor = {
     const board = boards[name] ?? {}, link = board.link ?? `#pipelab=level=${name}&table=${board.table ?? ""}`;
     const { made } = document.querySelector("[data-made]").dataset, { help } = model.get("view");
     const found = board.made === made ? board.view : board.table || name === OWN ? null : name === level.name ? model.stored.view : (await drawn(`editor-${name}`))?.view;
+    if (location.hash.slice(1) !== hash) return; // meanwhile another one was asked for
     if (found) return model.put({ view: { ...this.marked(found), help } });
     Object.assign(model.state, { view: { ...model.get("view"), link, helped: board.helped ?? false } });
     model.renew([{ do: "show" }]);
