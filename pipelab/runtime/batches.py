@@ -109,10 +109,14 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
             "Trainer, which evaluates a short batch, and trains on it by a schedule with a flush"
         )
     # [2] as numpy and torch split what does not divide: sizes differ by one at most
-    whole, numbers = trees.unflatten(leaves, spec), np.array_split(np.arange(samples), pieces)
+    numbers = np.array_split(np.arange(samples), pieces)
+
+    def part(first: int, last: int) -> Any:
+        cut = [leaf[first : last + 1] if _cuttable(leaf) else leaf for leaf in leaves]
+        return trees.unflatten(cut, spec)
+
     try:
-        # The first ones are larger.
-        return [samples_from(whole, slice(int(n[0]), int(n[-1]) + 1), trees) for n in numbers]
+        return [part(int(n[0]), int(n[-1])) for n in numbers]  # the first ones are larger
     except Exception as error:  # such as of a sparse tensor
         raise ValueError(
             f"batch {number} cannot be cut along its first dimension: give dense arrays"
@@ -148,11 +152,6 @@ def length_of(piece: Any, trees: Trees) -> int:
             "target the same first two dimensions, samples and positions"
         )
     return lengths.pop()
-
-
-def samples_from(batch: Any, place: slice, trees: Trees) -> Any:
-    """Some samples of a batch, or of a part of one."""
-    return trees.map(lambda leaf: leaf[place] if _cuttable(leaf) else leaf, batch)
 
 
 def check_leaves(leaves: Sequence[Any], where: str) -> None:

@@ -21,7 +21,7 @@ class MicroBatch:
     recompute  whether its forward runs again before its backward
     x          on the first stage, the data
     target     on the last stage
-    samples    how many it has, on the first and the last stage
+    samples    how many it has, on the last stage
     seed       the arguments of `seed_for`, for what its forward draws; None if forwards draw none
     """
 

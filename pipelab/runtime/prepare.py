@@ -130,7 +130,7 @@ def microbatches_of(
             recompute=recompute[place],
             x=x if first else None,
             target=y if last else None,
-            samples=counted((x, y), data.trees, table.slices) if needs_data else 0,
+            samples=counted((x, y), data.trees, table.slices) if last else 0,
             seed=None if options.seed is None else (options.seed, s % table.model_stages, piece),
         )
 

@@ -157,11 +157,11 @@ class Table:
     def devices(self) -> int:
         return len(self.rows)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return len(self.placement)
 
-    @property
+    @cached_property
     def model_stages(self) -> int:
         """Stages of one copy of the model."""
         return self.stages // self.copies
