@@ -33,8 +33,8 @@ def same(a, b):
 
 
 def stopped_and_resumed(folder, factory, layers=None, name="gpipe", check=True, resume_in=(2, 2)):
-    """Save at step 4 of 7, and go on from there; the two weights at the end."""
-    data, layers = batches(7), layers or [layer for stage in stages(2) for layer in stage][:4]
+    """Save at step 4 of 6, and go on from there; the two weights at the end."""
+    data, layers = batches(6), layers or [layer for stage in stages(2) for layer in stage][:4]
     options = {"check": 2 if check else False}
     with Trainer(make(name, 2, 4), split(layers, [2, 2]), F.mse_loss, factory, **options) as whole:
         for step in whole.fit(data):
