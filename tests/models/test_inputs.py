@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipelab.models import layers_of
-from tests.models.test_proof import Own, dropped_between, through
+from tests.models.test_proof import Own, straight, through
 
 
 class Many(Own):
@@ -43,7 +43,7 @@ def test_weights_around_a_model_are_not_left_out():
 
         def __init__(self):
             super().__init__()
-            self.model, self.prompt = Own(dropped_between), nn.Parameter(torch.zeros(8))
+            self.model, self.prompt = Own(straight), nn.Parameter(torch.zeros(8))
 
         def get_base_model(self):
             return self.model

@@ -14,6 +14,7 @@ import pipelab
 from pipelab.models import layers_of, load, split
 from pipelab.models.losses import causal_loss, masked_loss
 from tests.conftest import thorough
+from tests.models.test_proof import through
 
 SIZES = dict(
     vocab_size=64,
@@ -97,9 +98,7 @@ def test_the_layers_compute_what_the_model_does(kind):
     for width in (7, 12):  # neither the sample's width nor its number of samples
         given, _ = batch_of(model, width, samples=6)
         for some in (given, {n: x[3:] for n, x in given.items()}):  # the latter without padding
-            found = some
-            for layer in copy.deepcopy(layers):
-                found = layer(found)
+            found = through(copy.deepcopy(layers), some)
             assert torch.equal(found, model(**some).logits)
 
 
@@ -153,15 +152,10 @@ def test_in_processes_with_other_widths_in_every_batch():
 def test_layers_are_kept_in_files_and_their_weights_in_the_model():
     model = model_of("LlamaForCausalLM")
     given, _ = batch_of(model, 9)
-    found = given
-    for layer in pickle.loads(pickle.dumps(layers_of(model))):
-        found = layer(found)
-    assert torch.equal(found, model(**given).logits)
-    tokens = given["input_ids"]
-    found = tokens
-    for layer in layers_of(model):  # the main input alone
-        found = layer(found)
-    assert torch.equal(found, model(tokens).logits)
+    layers, tokens = layers_of(model), given["input_ids"]
+    kept = pickle.loads(pickle.dumps(layers))
+    assert torch.equal(through(kept, given), model(**given).logits)
+    assert torch.equal(through(layers, tokens), model(tokens).logits)  # the main input alone
 
 
 class Glued(nn.Module):
@@ -169,11 +163,11 @@ class Glued(nn.Module):
 
     main_input_name = "x"
 
-    def __init__(self, change=0.0, turns=1, gate=None, least=None, drop=0.0, rate=0.0):
+    def __init__(self, turns=1, gate=None, least=None, drop=0.0, rate=0.0):
         super().__init__()
         self.first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate))
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.change, self.turns, self.least, self.drop = change, turns, least, drop
+        self.turns, self.least, self.drop = turns, least, drop
         self.gate = None if gate is None else nn.Parameter(torch.tensor(gate))
         self.extra = nn.Linear(4, 4)
 
@@ -184,7 +178,6 @@ class Glued(nn.Module):
                 if self.training and torch.rand([]) < self.drop:
                     continue
                 x = block(x)
-                x = x + self.change if self.change else x
         x = x if self.gate is None else x + self.gate * begun
         x = x if self.least is None else x * (1 + (given - self.least).relu().sum())
         return x if more is None else x + self.extra(more)
@@ -200,15 +193,15 @@ def test_a_model_of_ones_own():
     model, x = Glued(), torch.randn(3, 4)
     layers = layers_of(model, {"x": x})
     assert len(layers) == 5
-    assert torch.equal(together(layers, x), model(x))
+    assert torch.equal(through(layers, x), model(x))
     assert [len([*layer.parameters()]) for layer in layers] == [2, 2, 2, 2, 0]
     with pytest.raises(
         ValueError, match="this batch has 'more', which the sample of layers_of did not"
     ):
-        together(layers, {"x": x, "more": x})
+        through(layers, {"x": x, "more": x})
     layers = layers_of(model, {"x": x, "more": x})
     for given in ({"x": x, "more": 2 * x}, {"x": 9 * x}):
-        assert torch.equal(together(layers, given), model(**given))
+        assert torch.equal(through(layers, given), model(**given))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
@@ -222,7 +215,7 @@ def test_what_is_read_after_the_blocks_is_found_though_the_sample_does_not_show_
         nn.init.ones_(model.gate)
         for given in (x, 9 * x, torch.randn(5, 4)):
             torch.manual_seed(1)
-            found = together(layers, given)
+            found = through(layers, given)
             torch.manual_seed(1)
             assert torch.equal(found, model(given))
 
@@ -235,7 +228,7 @@ def test_a_module_that_the_sample_does_not_need_is_named():
 
     layers = layers_of(Two(), {"x": torch.ones(3, 4), "more": torch.zeros(3, 4)})
     with pytest.raises(ValueError, match="needs its extra for this batch, but not for the sample"):
-        together(layers, {"x": torch.ones(3, 4), "more": torch.ones(3, 4)})
+        through(layers, {"x": torch.ones(3, 4), "more": torch.ones(3, 4)})
 
 
 def test_blocks_that_are_left_out_by_chance_are_told_of():
@@ -246,72 +239,48 @@ def test_blocks_that_are_left_out_by_chance_are_told_of():
     layers[0].shell.drop = 0.999
     assert model.drop == 0
     with pytest.raises(ValueError, match="skips some of its blocks for this batch"):
-        together(layers, x)
+        through(layers, x)
+
+
+class Telling(nn.Module):
+    """Tells its blocks something besides what passes through them."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.blocks, self.what = nn.ModuleList(Told(4, 4) for _ in range(2)), what
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.what(x))
+        return x
+
+
+class Told(nn.Linear):
+    def forward(self, x, what):
+        return super().forward(x)
 
 
 def test_other_numbers_than_in_the_sample_are_told_of():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x, by):
-            return self.linear(x) * by
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Scaled() for _ in range(2))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x, len(x) / 10)
-            return x
-
-    layers = layers_of(Outer(), {"x": torch.ones(3, 4)})
-    together(layers, {"x": torch.ones(3, 4)})
-    with pytest.raises(ValueError, match=r"calls a block with by=0\.5, but with 0\.3"):
-        together(layers, {"x": torch.ones(5, 4)})
+    layers = layers_of(Telling(lambda x: len(x) / 10), {"x": torch.ones(3, 4)})
+    through(layers, {"x": torch.ones(3, 4)})
+    with pytest.raises(ValueError, match=r"calls a block with what=0\.5, but with 0\.3"):
+        through(layers, {"x": torch.ones(5, 4)})
 
 
 def test_what_is_no_tensor_and_no_number_is_refused():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([Taking(), Taking()])
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x, {1, 2})
-            return x
-
-    class Taking(nn.Linear):
-        def __init__(self):
-            super().__init__(4, 4)
-
-        def forward(self, x, which):
-            return super().forward(x)
-
-    with pytest.raises(ValueError, match=r"blocks\.0 is called with which, a set that may change"):
-        layers_of(Outer(), {"x": torch.ones(3, 4)})
-
-
-def together(layers, found):
-    for layer in layers:
-        found = layer(found)
-    return found
+    with pytest.raises(ValueError, match=r"blocks\.0 is called with what, a set that may change"):
+        layers_of(Telling(lambda x: {1, 2}), {"x": torch.ones(3, 4)})
 
 
 @pytest.mark.parametrize(
     ("model", "sample", "reason"),
     [
-        (Glued(change=1.0), True, r"blocks\.1 does not take what blocks\.0 returns"),
         (Glued(turns=2), True, "the blocks of blocks are not called once each, in order"),
         (nn.Linear(4, 4), True, "it never calls two blocks of an nn.ModuleList in a row"),
         (nn.Sequential(nn.Linear(4, 4)), True, "it is an nn.Sequential, whose children are layers"),
         (Glued(), False, "the inputs of a Glued are unknown: give layers_of a sample"),
     ],
-    ids=["glued", "turns", "no blocks", "a row", "no sample"],
+    ids=["turns", "no blocks", "a row", "no sample"],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(model, sample, reason):
     given = {"x" if isinstance(model, Glued) else "input": torch.randn(3, 4)} if sample else None
@@ -387,5 +356,5 @@ def test_convolutions_that_shorten_what_passes_through_them():
     layers = layers_of(model, sound)
     assert len(layers) == 8
     longer = torch.randn(3, 300)
-    found = together([layer.eval() for layer in layers], {"input_values": longer})
+    found = through([layer.eval() for layer in layers], {"input_values": longer})
     assert torch.equal(found, model.eval()(longer).last_hidden_state)

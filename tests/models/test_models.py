@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelab import make, run
-from pipelab.models import data, losses, mlp, parameters, split
+from pipelab.models import data, losses, mlp, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
 from pipelab.optimize.cut import uniform
 
@@ -16,15 +16,8 @@ from pipelab.optimize.cut import uniform
 def test_the_layers_are_the_model(tmp_path):
     """The path of published weights, on a folder as transformers saves it."""
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=50,
-        n_positions=16,
-        n_embd=8,
-        n_layer=3,
-        n_head=2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 3, "n_head": 2}
+    config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     model = GPT2LMHeadModel(config).eval()
     model.save_pretrained(tmp_path)
     layers = gpt2(pretrained=str(tmp_path))
@@ -44,14 +37,6 @@ def test_the_layers_are_the_model(tmp_path):
     assert len(mine) == len(others)
     for a, b in zip(mine, others, strict=True):
         assert a.shape == b.shape and torch.allclose(a.grad, b.grad, atol=1e-6)
-
-
-def test_published_sizes_of_gpt2_in_stages():
-    """GPT-2 small in stages of 4, 3, 3 and 4 layers: as the original course printed."""
-    with torch.device("meta"):
-        layers = gpt2(vocabulary=50257, length=1024, width=768, blocks=12, heads=12)
-    counts = parameters(split(layers, [4, 3, 3, 4]))
-    assert counts == [60_647_424, 21_263_616, 21_263_616, 59_862_528]
 
 
 def test_it_learns_on_real_text():
@@ -96,24 +81,22 @@ def test_uniform_and_mlp():
     ).shape == (1, 2)
 
 
-@pytest.mark.parametrize("layers", [8, 16, 32])
 @pytest.mark.parametrize("seed", range(3))
-def test_gradients_of_the_mlp_keep_their_size(layers, seed):
+def test_gradients_of_the_mlp_keep_their_size(seed):
     """Of every layer's weights and biases: no gradient of a deep model is a rounding error."""
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(*mlp(layers=layers, width=64))
+    model = torch.nn.Sequential(*mlp(layers=32, width=64))
     x, y = torch.randn(32, 64), torch.randn(32, 64)
     torch.nn.functional.mse_loss(model(x), y).backward()
     assert_alike([[p.grad.norm().item() for p in layer.parameters()] for layer in model])
 
 
-@pytest.mark.parametrize("layers", [8, 16, 32])
-def test_gradients_of_the_flax_mlp_keep_their_size(layers):
+def test_gradients_of_the_flax_mlp_keep_their_size():
     import jax
 
     from pipelab.models import flax_mlp
 
-    stages = flax_mlp.mlp(stages=layers // 2, width=64)
+    stages = flax_mlp.mlp(stages=24, width=64)
     x, y = (jax.random.normal(jax.random.key(k), (32, 64)) for k in (0, 1))
 
     def loss(variables):

@@ -35,53 +35,26 @@ def through(blocks, x):
     return x
 
 
-def dropped_between(s, x):
-    x = s.e(x)
-    for b in s.b:
-        x = b(F.dropout(x, 1.0, s.training))
-    return s.h(x)
+def straight(s, x):
+    return s.h(through(s.b, s.e(x)))
 
 
-def added_between(s, x):
-    x = s.e(x)
-    for b in s.b:
-        x = b(x)
-        if s.training:
-            x = x + 1
-    return s.h(x)
+def between(change):
+    """A forward that changes what a block returns before the next one takes it."""
+
+    def call(s, x):
+        x = s.e(x)
+        for b in s.b:
+            x = change(s, b(x))
+        return s.h(x)
+
+    return call
 
 
-def added_in_evaluation(s, x):
-    x = s.e(x)
-    for b in s.b:
-        x = b(x)
-        if not s.training:
-            x = x + 1
-    return s.h(x)
-
-
-def added_in_place(s, x):
-    x = s.e(x)
-    for b in s.b:
-        x = b(x).add_(1)
-    return s.h(x)
-
-
-def paths_dropped(s, x):
-    x = s.e(x)
-    for b in s.b:
-        keep = torch.rand(len(x), 1, 1) > 0.5 if s.training else 1
-        x = b(x) * keep
-    return s.h(x)
-
-
-def hooked(s, x):
-    x = s.e(x)
-    for b in s.b:
-        x = b(x)
-        if x.requires_grad:
-            x.register_hook(lambda g: g * 0.5)
-    return s.h(x)
+def halved_gradient(s, x):
+    if x.requires_grad:
+        x.register_hook(lambda g: g * 0.5)
+    return x
 
 
 def hooked_before(s, x):
@@ -154,14 +127,6 @@ def detached(s, x):
     return s.h(through(s.b, s.e(x).detach()))
 
 
-def looked_at(s, x):
-    x = s.e(x)
-    for b in s.b:
-        x = b(x)
-        x = x + 1 if x.mean() > 9 else x
-    return s.h(x)
-
-
 class Reversing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -174,13 +139,6 @@ class Reversing(torch.autograd.Function):
 
 def reversed_after(s, x):
     return s.h(Reversing.apply(through(s.b, Reversing.apply(s.e(x)))))
-
-
-def reversed_between(s, x):
-    x = s.e(x)
-    for b in s.b:
-        x = b(Reversing.apply(x))
-    return s.h(x)
 
 
 def normed(s, x):
@@ -242,6 +200,27 @@ def counted(s, x):
     return s.h(through(s.b, x)) * s.k
 
 
+def helped_in_evaluation(s, x):
+    x = through(s.b, s.e(x))
+    return s.h(x if s.training else s.r(x))
+
+
+def of_a_block_s_type(s, x):
+    return s.h(through(s.b, s.e(x.to(s.b[0][1].weight.dtype))) / len(s.b[0]))
+
+
+def twice_in_a_tuple(s, x):
+    x = s.e(x)
+    for b in s.b:
+        _, x = b(x)
+    return s.h(x)
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return (y := super().forward(x)), y
+
+
 EQUAL = {
     "hooked before": (hooked_before, {}),
     "read again": (read_again, {}),
@@ -259,12 +238,14 @@ EQUAL = {
     "remembered": (remembered, {}),
     "checkpointed": (checkpointed, {}),
     "routed": (routed, {"r": nn.Linear(16, 8), "scale": nn.Parameter(torch.rand(8))}),
+    "helped in evaluation": (helped_in_evaluation, {"r": nn.Linear(16, 16)}),
+    "of a block's type": (of_a_block_s_type, {}),
+    "twice in a tuple": (twice_in_a_tuple, {"b": nn.ModuleList(Pair(16, 16) for _ in range(4))}),
 }
 
 
-def state(model, layers=()):
-    modules = [model, *layers]
-    return {f"{i} {n}": b.clone() for i, m in enumerate(modules) for n, b in m.named_buffers()}
+def state(model):
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -287,9 +268,7 @@ def test_equal(name, begins):
             expected = plain(given)
             drawn = torch.get_rng_state()
             torch.manual_seed(7)
-            found = given
-            for layer in layers:
-                found = layer(found)
+            found = through(layers, given)
             assert torch.equal(found, expected)
             assert torch.equal(torch.get_rng_state(), drawn)
             expected.square().sum().backward()
@@ -302,34 +281,6 @@ def test_equal(name, begins):
                     assert torch.equal(b, after[n.removeprefix("shell.")])
             model.zero_grad(), plain.zero_grad()
             torch.manual_seed(torch.randint(99, ()))
-
-
-def helped_in_evaluation(s, x):
-    x = through(s.b, s.e(x))
-    return s.h(x if s.training else s.r(x))
-
-
-def of_a_block_s_type(s, x):
-    return s.h(through(s.b, s.e(x.to(s.b[0][1].weight.dtype))) / len(s.b[0]))
-
-
-def twice_in_a_tuple(s, x):
-    x = s.e(x)
-    for b in s.b:
-        _, x = b(x)
-    return s.h(x)
-
-
-class Pair(nn.Linear):
-    def forward(self, x):
-        return (y := super().forward(x)), y
-
-
-EQUAL |= {
-    "helped in evaluation": (helped_in_evaluation, {"r": nn.Linear(16, 16)}),
-    "of a block's type": (of_a_block_s_type, {}),
-    "twice in a tuple": (twice_in_a_tuple, {"b": nn.ModuleList(Pair(16, 16) for _ in range(4))}),
-}
 
 
 def counts_afterwards(s, x):
@@ -368,21 +319,22 @@ def weighs_its_blocks(s, x):
 
 SECOND = "a different result in a second forward: one reads an attribute that another changes"
 UNTAKEN = r"b\.1 does not take what b\.0 returns; move what its forward does between them into"
+LOOKED = r"its forward reads what b\.0 returns before its last block"
 REFUSED = {
-    "dropped between": (dropped_between, UNTAKEN),
-    "added between": (added_between, UNTAKEN),
-    "added in evaluation": (added_in_evaluation, UNTAKEN),
-    "added in place": (added_in_place, UNTAKEN),
-    "paths dropped": (paths_dropped, UNTAKEN),
-    "reversed between": (reversed_between, UNTAKEN),
-    "hooked": (hooked, "give e.weight another gradient; move .* hooks of tensors"),
+    "dropped between": (between(lambda s, x: F.dropout(x, 1.0, s.training)), UNTAKEN),
+    "added between": (between(lambda s, x: x + 1 if s.training else x), UNTAKEN),
+    "added in evaluation": (between(lambda s, x: x if s.training else x + 1), UNTAKEN),
+    "added in place": (between(lambda s, x: x.add_(1)), UNTAKEN),
+    "paths dropped": (between(lambda s, x: F.dropout1d(x, 0.5, s.training)), UNTAKEN),
+    "reversed between": (between(lambda s, x: Reversing.apply(x)), UNTAKEN),
+    "hooked": (between(halved_gradient), "give e.weight another gradient; move .* hooks of"),
     "without gradients": (without_gradients, r"b\.0 is called under torch\.no_grad\(\)"),
     "in half": (in_half, r"b\.0 is called under torch\.autocast"),
     "counted": (counted, "its parts leave another k behind; change it in one module, or in a"),
     "counts afterwards": (counts_afterwards, SECOND),
     "keeps a mean": (keeps_a_mean, SECOND),
     "weighs its blocks": (weighs_its_blocks, "if its forward reads a block's weights outside of"),
-    "looked at": (looked_at, r"its forward reads what b\.0 returns before its last block"),
+    "looked at": (between(lambda s, x: x + 1 if x.mean() > 9 else x), LOOKED),
 }
 
 
@@ -444,7 +396,7 @@ def trained(model, x, y):
 )
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_parametrized_weights_and_the_only_argument(norm, when):
-    model, x, y = Own(lambda s, x: s.h(through(s.b, s.e(x)))), torch.randn(6, 8), torch.randn(6, 4)
+    model, x, y = Own(straight), torch.randn(6, 8), torch.randn(6, 4)
     if norm and when == "before":
         for part in (model.e, model.b[1][1], model.h):
             norm(part)
@@ -489,7 +441,7 @@ def test_an_encoder_of_torch_with_padding():
 
 
 def test_a_compiled_model_and_compiled_blocks():
-    model, x = Own(lambda s, x: s.h(through(s.b, s.e(x)))), torch.randn(6, 5, 8)
+    model, x = Own(straight), torch.randn(6, 5, 8)
     with pytest.raises(ValueError, match="is compiled as a whole; give layers_of the model that"):
         layers_of(torch.compile(model, backend="eager"), {"x": x})
     for block in model.b:
@@ -498,14 +450,11 @@ def test_a_compiled_model_and_compiled_blocks():
 
 
 def test_hooks_of_modules_are_called_once():
-    model, x = Own(lambda s, x: s.h(through(s.b, s.e(x)))), torch.randn(6, 5, 8)
+    model, x = Own(straight), torch.randn(6, 5, 8)
     model.b[1].register_forward_pre_hook(lambda _, args: (args[0] * 2,))
     model.b[2].register_forward_hook(lambda _, args, result: result * 2)
     model.b[3].register_full_backward_hook(lambda _, inward, outward: (inward[0] * 2,))
-    found = x
-    for layer in layers_of(model, {"x": x}):
-        found = layer(found)
-    expected = model(x)
+    found, expected = through(layers_of(model, {"x": x}), x), model(x)
     assert torch.equal(found, expected)
     pairs = (torch.autograd.grad(y.sum(), [*model.parameters()]) for y in (found, expected))
     assert all(map(torch.equal, *pairs))
