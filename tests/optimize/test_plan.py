@@ -137,7 +137,7 @@ def every_cut(problem, choices):
 
 
 @examples(12)
-@given(profiles_of(5, [2, 3], [4, 6]), st.lists(st.floats(0, 1), min_size=3, max_size=3))
+@given(profiles_of(4, [2, 3], [4, 6]), st.lists(st.floats(0, 1), min_size=3, max_size=3))
 def test_the_best_plan_is_that_of_exhaustive_simulation_of_every_cut(problem, tightness):
     """Of all schedules, under limits that a plan just fits. Less room for a table that is searched
     for makes other tables, which may be better still."""
@@ -316,7 +316,7 @@ def test_few_are_simulated():
 
 
 def test_256_experts_need_few_bounds_and_fewer_simulations():
-    problem = Problem(MODELS["deepseek-v3"], MACHINES["H800"], 2048, 15360, expert=64)
+    problem = Problem(MODELS["deepseek-v3"], MACHINES["H800"], 512, 3840, expert=64)
     search = Enumeration(problem)
     best = search.best(problem.machine.memory)
     assert best.memory <= problem.machine.memory
@@ -371,15 +371,6 @@ def test_the_published_formulas():
     # arXiv 2401.10241, table 1: F, I, W of a layer
     flops = s * (24 * h**2 + 4 * s * h), s * (24 * h**2 + 8 * s * h), s * 24 * h**2
     assert (layer.forward, layer.input_grad, layer.weight_grad) == pytest.approx(flops)
-
-
-def test_state_is_18_bytes_a_parameter_and_16_as_zero_counts():
-    tiny = Transformer(layers=2, hidden=64, heads=2, sequence=16, vocabulary=100)
-    for optimizer, each in ((None, 18), (6.0, 16)):
-        problem = Problem(tiny, A100, devices=1, batch=1, optimizer=optimizer)
-        costs = costs_of(problem, next(problem.choices()))
-        state = 2 * sum(costs.weights) + sum(costs.optimizer)
-        assert state == pytest.approx(each * (tiny.parameters + 64 * 100))
 
 
 def test_tensor_parallelism_by_hand():
@@ -578,21 +569,8 @@ def test_the_command(capsys):
     status, out, err = call(capsys, f"{line} --training tensor=1,2 --json")
     answer = json.loads(out)
     assert (status, err) == (0, "")
-    assert list(answer) == [
-        "machine",
-        "devices",
-        "batch",
-        "memory_limit",
-        "choices",
-        "simulated",
-        "best",
-        "runners_up",
-        "means",
-        "rate",
-        "share",
-        "share_from",
-        "start",
-    ]
+    keys = "machine devices batch memory_limit choices simulated best runners_up means rate share"
+    assert list(answer) == [*keys.split(), "share_from", "start"]
     best = answer["best"]
     used = best["tensor"] * best["pipeline"] * best["replicas"]
     assert used == 4
@@ -606,6 +584,8 @@ def test_the_command(capsys):
     assert out.startswith("best: ")
     assert f"  {best['gap']:.1%} above a lower bound" in out
     assert "runners-up (" in out
+    status, out, _ = call(capsys, line.replace("DGX2", "DGX2,memory=inf"))  # no limit
+    assert status == 0 and "inf" not in out
 
 
 def test_the_share_of_the_peak_says_where_it_is_from(capsys):
@@ -666,44 +646,6 @@ def test_pipedreams_profiles_do_not_say_how_many_samples_they_are_of(capsys, tmp
     assert found.samples is None and Profile.read(found.to_json()) == found
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--machine H200", "the following arguments are required: --model"),
-        ("--model heads=4 --machine H200", "--model: add layers=, hidden=, sequence=, vocabulary="),
-        (
-            "--model gpt5 --machine H200",
-            "unknown model 'gpt5': there are deepseek-v3, mixtral-8x7b",
-        ),
-        (f"{SMALL},latent=4,2", "latent=(4, 2): give query, key, nope, rope, value"),
-        (f"{SMALL},dense=8,8,8,8,8", "dense has 5 widths, but there are 4 layers"),
-        (f"{SMALL},width=8", "width=8: There are layers, hidden"),
-        (f"{SMALL} --machine node=4", "add flops=, memory=, bandwidth=, or begin with one of A100"),
-        (f"{SMALL} --machine L40S", "unknown machine 'L40S': there are A100-80GB"),
-        (f"{SMALL} --machine A100-80GB,flops=0", "flops=0.0 of A100-80GB: give a number above"),
-        (
-            f"{SMALL.replace('heads=4', 'heads=3')} --machine A100-80GB",
-            "heads=3 hidden=256: give heads that divide hidden",
-        ),
-        (
-            f"{SMALL} --machine A100-80GB,share=-1",
-            "share=-1.0 of A100-80GB: give a number above 0",
-        ),
-        (f"{SMALL} --machine A100-80GB,memory=nan", "memory=nan of A100-80GB"),
-        (f"{SMALL} --machine A100-80GB --training tensor=3", "tensor=3: give a number that"),
-        (f"{SMALL} --machine A100-80GB,memory=1e6", "nothing fits devices of 0.001 GB"),
-        (f"{SMALL} --machine A100-80GB --devices 7", "batch=16 on 7 devices: no pipeline"),
-        ("--model pyproject.toml --machine A100-80GB", "pyproject.toml: line 1 is not a node"),
-        ("--model nowhere.json --machine A100-80GB", "nowhere.json"),
-    ],
-)
-def test_errors_are_one_line(capsys, line, message):
-    status, out, err = call(capsys, f"--devices 4 --batch 16 {line}")
-    assert (status, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-
-
 def test_a_model_and_a_machine_in_files(capsys, tmp_path):
     """A JSON object says what the settings say; settings behind it change it."""
     model, machine = tmp_path / "model.json", tmp_path / "machine.json"
@@ -721,12 +663,6 @@ def test_a_model_and_a_machine_in_files(capsys, tmp_path):
     model.write_text('{"layers": 4.5}')
     status, _, err = call(capsys, f"{line} --machine {machine}")
     assert status == 2 and "model.json: layers='4.5': give a whole number of at least 1" in err
-
-
-def test_a_device_of_any_memory_is_no_infinite_number(capsys):
-    line = f"--devices 4 --batch 16 {SMALL} --machine A100-80GB,memory=inf"
-    status, out, _ = call(capsys, line)
-    assert status == 0 and "inf" not in out
 
 
 def test_nothing_fits_says_by_how_much():

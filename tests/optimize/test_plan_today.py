@@ -66,10 +66,12 @@ def test_a_layer_run_again_keeps_its_input():
 
 
 def test_zero_shares_out_state():
-    """Bytes a parameter: 18; 6 and 12 over the replicas; all over them, and a layer's weights."""
+    """Bytes a parameter: 18, or 16 as ZeRO counts; 6 and 12 over the replicas; all over them, and a
+    layer's weights."""
     parameters = TINY.parameters + TINY.hidden * TINY.vocabulary
-    for zero, each in ((0, 18), (1, 6 + 12 / 4), (3, 18 / 4)):
-        problem = Problem(TINY, A100, devices=4, batch=4, zero=zero)
+    cases = (0, None, 18), (0, 6.0, 16), (1, None, 6 + 12 / 4), (3, None, 18 / 4)
+    for zero, optimizer, each in cases:
+        problem = Problem(TINY, A100, devices=4, batch=4, zero=zero, optimizer=optimizer)
         choice = next(c for c in problem.choices() if c.pipeline == 1)
         costs = costs_of(problem, choice)
         (held,) = (2 * w + o for w, o in zip(costs.weights, costs.optimizer, strict=True))
@@ -374,7 +376,9 @@ def test_a_collective_has_the_cards_of_a_node():
 def test_groups_that_do_not_fill_a_node_cross_its_end():
     """Every second group of 4 lies in two nodes of 6, and sends by cards; not in a single node."""
     machine = Machine("m", 1, math.inf, bandwidth=1.0, inside=100.0, node=6, latency=0)
-    assert machine.collective(160, 4, 1) == pytest.approx(2 * 3 / 4 * 160 / 4)
+    for node in (5, 6):  # one device is left of a node, or two
+        other = replace(machine, node=node)
+        assert other.collective(160, 4, 1) == pytest.approx(2 * 3 / 4 * 160 / 4)
     assert machine.collective(160, 3, 1) == pytest.approx(2 * 2 / 3 * 160 / 100)
     racks = replace(machine, node=1, rack=6, spine=0.5)
     assert [racks.slowest(n) for n in (2, 3, 4, 12)] == [1.0, 1.0, 0.5, 0.5]
@@ -543,10 +547,6 @@ def assert_peak_of_the_whole(name, p, layers):
 # ---- published runs
 
 
-def errors(rows):
-    return [published.error(row, row.predicted()) for row in rows]
-
-
 def test_published_runs_that_nothing_was_fitted_on():
     """Those whose tables are small; the whole page is benchmarks/published.md."""
     rows = [
@@ -554,11 +554,11 @@ def test_published_runs_that_nothing_was_fitted_on():
         for row in published.ROWS
         if not row.fitted and row.pipeline <= 16 and row.devices // row.pipeline <= 1024
     ]
-    found = sorted(abs(x) for x in errors(rows))
+    plans = [row.predicted() for row in rows]
+    found = sorted(abs(published.error(*pair)) for pair in zip(rows, plans, strict=True))
     assert len(found) >= 12
     assert found[len(found) // 2] <= 0.05 and found[-1] <= 0.12
-    for row in rows:
-        assert row.predicted().memory <= row.machine.memory
+    assert all(x.memory <= row.machine.memory for x, row in zip(plans, rows, strict=True))
 
 
 def test_llama_at_its_limit():
@@ -671,42 +671,58 @@ def changed(line):
     ("line", "message"),
     [
         ("--model layers=1000000000", "layers=1000000000: give at most 2,000"),
-        ("--devices 0", "'0': give a whole number of at least 1"),
-        (
-            "--training tensor=3",
-            "tensor=3: give a number that divides the 4 devices and the 4 heads",
-        ),
-        (
-            "--training context=3",
-            "context=3: give a number that divides the 4 devices and the 32 tokens",
-        ),
-        (
-            "--training expert=2",
-            "expert=2: give a number that divides the 4 devices and the 1 experts",
-        ),
+        ("--model gpt5", "unknown model 'gpt5': there are deepseek-v3, mixtral-8x7b"),
+        ("--model pyproject.toml", "pyproject.toml: line 1 is not a node"),
+        ("--model nowhere.json", "nowhere.json"),
+        ("--model width=8", "width=8: There are layers, hidden"),
+        ("--model heads=3", "heads=3 hidden=64: give heads that divide hidden"),
+        ("--model latent=4,2", "latent=(4, 2): give query, key, nope, rope, value"),
+        ("--model dense=8,8,8,8,8", "dense has 5 widths, but there are 4 layers"),
         ("--model key-heads=3", "key_heads=3: give a number that divides heads=4"),
         ("--model active=2", "active=2: give at most experts=1"),
+        ("--devices 0", "'0': give a whole number of at least 1"),
+        ("--devices 7", "batch=16 on 7 devices: no pipeline"),
+        ("--batch 3 --devices 8", "batch=3 on 8 devices: no pipeline of at most 6"),
+        ("--devices 1000000000000000000", "1,000,000,000,000,000,000 devices, or samples of a"),
+        ("--batch 1000000000000000000", "samples of a batch: give at most 1,000,000,000"),
+        ("--training tensor=3", "tensor=3: give a number that divides the 4 devices and the 4 hea"),
+        ("--training context=3", "context=3: give a number that divides the 4 devices and the 32"),
+        ("--training expert=2", "expert=2: give a number that divides the 4 devices and the 1 exp"),
         (
             "--model experts=4 --training expert=4 --training tensor=4",
             "and is a multiple of expert=4; change one of these",
         ),
+        ("--training optimizer=nan", "optimizer=nan: give bytes per byte of weights, at least 0"),
+        ("--machine L40S", "unknown machine 'L40S': there are A100-80GB"),
         ("--machine share=74", "share=74.0 of A100-80GB: give at most 1"),
-        ("--devices 1000000000000000000", "1,000,000,000,000,000,000 devices, or samples of a"),
-        (
-            "--batch 1000000000000000000",
-            "devices, or samples of a batch: give at most 1,000,000,000",
-        ),
+        ("--machine share=-1", "share=-1.0 of A100-80GB: give a number above 0"),
+        ("--machine flops=0", "flops=0.0 of A100-80GB: give a number above 0"),
         ("--machine hbm=nan", "hbm=nan of A100-80GB: give a number above 0"),
         ("--machine narrow=-1", "narrow=-1.0 of A100-80GB: give a number of at least 0"),
         ("--machine latency=inf", "latency=inf of A100-80GB: give a finite number"),
-        ("--training optimizer=nan", "optimizer=nan: give bytes per byte of weights, at least 0"),
-        ("--batch 3 --devices 8", "batch=3 on 8 devices: no pipeline of at most 6"),
+        ("--machine memory=1e5", "nothing fits devices of 0.0001 GB"),
     ],
 )
 def test_nonsense_is_one_line(capsys, line, message):
-    assert main(["plan", *changed(line)]) == 2
+    assert_refused(capsys, changed(line), message)
+
+
+def assert_refused(capsys, words, message):
+    assert main(["plan", *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--machine H200", "the following arguments are required: --model"),
+        ("--model heads=4 --machine H200", "--model: add layers=, hidden=, sequence=, vocabulary="),
+        (f"{SIZES} --machine node=4", "add flops=, memory=, bandwidth=, or begin with one of A100"),
+    ],
+)
+def test_what_is_left_out_is_asked_for(capsys, line, message):
+    assert_refused(capsys, ["--devices", "4", "--batch", "16", *line.split()], message)
 
 
 # ---- what it says, and the lines that start it

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -123,24 +124,20 @@ def test_the_solver_proves_what_all_tables_say(problem):
 
 
 @pytest.mark.parametrize(
-    ("memory", "split", "costs", "least"),
+    ("p", "memory", "split", "costs", "least"),
     [
-        (4, True, Costs(), 27),
-        (4, False, Costs(), 33),
-        (4, True, Costs(18, 18, 9, 1), 453),
-        (3, True, Costs(), 31),
+        (4, 4, True, Costs(), 27),
+        (4, 4, False, Costs(), 33),
+        (4, 4, True, Costs(18, 18, 9, 1), 453),
+        (4, 3, True, Costs(), 31),
+        (8, 8, True, Costs(), 55),
     ],
 )
-def test_unit_costs_on_four_devices(memory, split, costs, least):
-    found = search(costs, 4, 8, memory=memory, split=split, seconds=20)
+def test_unit_costs_with_twice_as_many_micro_batches_as_devices(p, memory, split, costs, least):
+    found = search(costs, p, 2 * p, memory=memory, split=split, seconds=20)
     assert found.proof.status == "optimal" and found.proof.gap == 0
     assert found.proof.bound == found.proof.makespan == least
     assert simulate(validate(found), costs).makespan == least
-
-
-def test_eight_devices():
-    found = search(Costs(), 8, 16, seconds=20)
-    assert (found.proof.makespan, found.proof.bound) == (55, 55)
 
 
 @examples(40)
@@ -271,39 +268,34 @@ def test_overhead_is_saved_by_whole_backwards():
 # ---- refusals, interruption, the result as a schedule
 
 
-def test_refused():
-    with pytest.raises(ScheduleError, match=r"memory=0.5: give at least 1"):
-        search(Costs(), 2, 4, memory=0.5)
-    with pytest.raises(ScheduleError, match="microbatches=0"):
-        search(Costs(), 2, 0)
-    with pytest.raises(ScheduleError, match="placement='w': use 'loop' or 'v'"):
-        search(Costs(), 2, 4, placement="w")
-    with pytest.raises(ScheduleError, match="virtual=3: a v has two stages"):
-        search(Costs(), 2, 4, placement="v", virtual=3)
-    with pytest.raises(ScheduleError, match="memory=nan: give at least 1"):
-        search(Costs(), 2, 4, memory=math.nan)
-    with pytest.raises(ScheduleError, match=r"placement=\(0, 1, 2\): give each stage a device"):
-        search(Costs(), 2, 4, placement=(0, 1, 2))
-    with pytest.raises(ScheduleError, match="batches=0"):  # at once, not after the search
-        search(Costs(), 2, 4, batches=0)
-    with pytest.raises(ScheduleError, match="seconds=nan, workers=0: give numbers of at least 0"):
-        search(Costs(), 2, 4, seconds=math.nan)
-    with pytest.raises(ScheduleError, match="workers=-1: give numbers of at least 0"):
-        search(Costs(), 2, 4, workers=-1)
-    for make_one in (search, bound):
-        with pytest.raises(ValueError, match="memory is a str: give a Real"):
-            make_one(Costs(), 2, 4, memory="2")
-        with pytest.raises(ValueError, match="costs is a list: give a Costs"):
-            make_one([1, 2], 2, 4)
-    for name in ("zb", "zb_v"):
-        with pytest.raises(ValueError, match="memory is a str: give a Real"):
-            make(name, 2, 4, memory="2")
-        with pytest.raises(ValueError, match="costs is a list: give a Costs"):
-            make(name, 2, 4, costs=[])
-    with pytest.raises(CostError, match="3 values for 2 stages"):
-        search(Costs([1, 2, 3]), 2, 4)
-    with pytest.raises(CostError, match="recomputation"):
-        search(Costs(recompute=Recompute.ALWAYS), 2, 4)
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"memory": 0.5}, ScheduleError, "memory=0.5: give at least 1"),
+        ({"memory": math.nan}, ScheduleError, "memory=nan: give at least 1"),
+        ({"microbatches": 0}, ScheduleError, "microbatches=0"),
+        ({"batches": 0}, ScheduleError, "batches=0"),  # at once, not after the search
+        ({"placement": "w"}, ScheduleError, "placement='w': use 'loop' or 'v'"),
+        ({"placement": (0, 1, 2)}, ScheduleError, r"placement=\(0, 1, 2\): give each stage a dev"),
+        ({"placement": "v", "virtual": 3}, ScheduleError, "virtual=3: a v has two stages"),
+        ({"seconds": math.nan}, ScheduleError, "seconds=nan, workers=0: give numbers of at least"),
+        ({"workers": -1}, ScheduleError, "workers=-1: give numbers of at least 0"),
+        ({"costs": Costs([1, 2, 3])}, CostError, "3 values for 2 stages"),
+        ({"costs": Costs(recompute=Recompute.ALWAYS)}, CostError, "recomputation"),
+    ],
+)
+def test_refused(changed, error, message):
+    with pytest.raises(error, match=message):
+        search(**{"costs": Costs(), "devices": 2, "microbatches": 4} | changed)
+
+
+@pytest.mark.parametrize("made", [search, bound, partial(make, "zb"), partial(make, "zb_v")])
+def test_what_is_no_memory_and_no_costs(made):
+    sizes = {"devices": 2, "microbatches": 4}
+    with pytest.raises(ValueError, match="memory is a str: give a Real"):
+        made(costs=Costs(), memory="2", **sizes)
+    with pytest.raises(ValueError, match="costs is a list: give a Costs"):
+        made(costs=[1, 2], **sizes)
 
 
 def test_without_the_solver_it_names_the_extra(monkeypatch, capsys):
@@ -365,12 +357,8 @@ def test_command(tmp_path, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["makespan"] == 27 and shown["peak_in_flight"] == [4, 4, 4, 4]
     proof = shown["proof"]
-    assert (proof["status"], proof["makespan"], proof["bound"], proof["gap"]) == (
-        "optimal",
-        27,
-        27,
-        0,
-    )
+    told = proof["status"], proof["makespan"], proof["bound"], proof["gap"]
+    assert told == ("optimal", 27, 27, 0)
     assert simulate(Schedule.from_csv(file.read_text())).makespan == 27
     assert main([*command[:5], "--whole"]) == 0
     assert "faster than 33" in capsys.readouterr().out
