@@ -42,11 +42,10 @@ def test_a_device_that_could_start_loses_overhead():
 
 
 @given(tables(largest=5), costs)
-def test_waits_and_causes_are_the_same_idle_time(case, costs):
+def test_waits_are_all_of_the_idle_time(case, costs):
     t = simulate(case[0], costs)
     idle = t.schedule.devices * t.makespan - sum(t.busy)
     assert sum(seconds(t).values()) == pytest.approx(idle)
-    assert sum(map(sum, t.attribution().values())) == pytest.approx(idle)
 
 
 @given(tables(largest=4), costs)
@@ -93,6 +92,7 @@ def test_a_circle_of_rounded_times_ends():
 
 def test_held_back_only_while_the_later_forward_is_there():
     t = simulate(Schedule.from_grid("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2B0 2F1 2B1"))
+    assert t.attribution()[Cause.HELD] == [0, 3, 0]
     row = stretches(t.schedule, t.spans)[1]
     held = [(a, b, asks) for a, b, cause, _, asks in row if cause is Cause.HELD]
     assert held == [(2, 5, 2)]

@@ -84,6 +84,8 @@ def test_links_take_latency_and_bytes():
         ("bandwidth", 5, [5]),
         ("boundary", 1, "ab"),
         ("forward", [1], []),
+        ("forward", [1, 2], [[1]]),
+        ("forward", 1, None),
         ("speed", [1], ()),
         ("transfer", [], ["x"]),
         ("weights", [1, 2], {2, 1}),
@@ -105,6 +107,9 @@ def test_words_for_what_is_wrong():
         Costs(speed=0)
     with pytest.raises(CostError, match=r"overhead=\[1\]: give one number$"):
         Costs(overhead=[1])
+    with pytest.raises(CostError, match="recompute='some': use one of never, except_last, always"):
+        Costs(recompute="some")
+    assert Costs(recompute="always") == Costs(recompute=Recompute.ALWAYS)
     with pytest.raises(CostError, match="weight_activations has 2 values for 3 stages"):
         Costs(weight_activations=[1, 2]).of("weight_activations", 3)
 

@@ -3,15 +3,13 @@
 from itertools import pairwise
 
 import networkx
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import CostError, Costs, Kind, Recompute, Schedule, make, simulate
 from pipelab.predict.simulate import compute_seconds, delays, links, transfer_seconds, waits
-from pipelab.predict.theory import THEORY
-from tests.conftest import SPLIT, tables
+from tests.conftest import tables
 
 # Zero Bubble (arXiv 2401.10241), tables 5 and 9: p, m, v, F, I, W, transfer (ms) -> the published
 # bubble rates of 1F1B, ZB-H1 and ZB-H2, and that of the interleaved schedule, computed with a
@@ -71,19 +69,6 @@ def test_unit_costs():
     assert t.peak_in_flight == [8, 8, 8, 8]
     assert simulate(make("pipedream_flush", 4, 8)).makespan == 33
     assert simulate(make("interleaved", 4, 8, virtual=2)).makespan == 57  # half units
-
-
-@given(tables())
-def test_the_bubble_is_the_closed_form(case):
-    schedule, p, m, v, batches = case
-    if schedule.name == "interleaved" and v > 1 and m % p:
-        return
-    costs = Costs(forward=1.5, input_grad=0.75, weight_grad=1.25)
-    if schedule.name in SPLIT:  # theirs is of equal F, I and W
-        costs = Costs()
-    bubble = simulate(schedule, costs).bubble
-    assert bubble.over_ideal == pytest.approx(THEORY[schedule.name].over_ideal(p, m, v, batches))
-    assert bubble.of_total == pytest.approx(THEORY[schedule.name].of_total(p, m, v, batches))
 
 
 numbers = st.floats(0, 5).map(lambda x: round(x, 3))
@@ -217,9 +202,8 @@ def test_transfers_overlap_with_compute_unless_they_are_written_out():
     costs = Costs(transfer=0.1)
     assert simulate(schedule, costs).makespan == pytest.approx(58.4)
     assert simulate(schedule.with_transfers(), costs).makespan > 58.4
-    assert (
-        simulate(make("interleaved", 1, 8, virtual=3), Costs(transfer=9)).makespan == 72
-    )  # nothing between stages of a device
+    alone = make("interleaved", 1, 8, virtual=3)  # nothing between stages of a device
+    assert simulate(alone, Costs(transfer=9)).makespan == 72
 
 
 def test_bandwidth_speed_and_recomputation():
@@ -244,13 +228,7 @@ def test_time_is_linear_in_the_table():
         s = make("pipedream_flush", 8, m)
         Counting.reads = 0
         count = s.bounds[-1]
-        earliest(
-            s.bounds,
-            Counting(s.needs),
-            s.device_of,
-            [1] * count,
-            [0] * count,
-        )
+        earliest(s.bounds, Counting(s.needs), s.device_of, [1] * count, [0] * count)
         assert Counting.reads <= 2 * count
 
 
@@ -267,29 +245,7 @@ def test_costs_of_the_wrong_length(costs, message):
         simulate(make("gpipe", 4, 8), Costs(**costs))
 
 
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "x", [[1]], None])
-def test_costs_that_are_no_costs(value):
-    with pytest.raises(CostError, match="forward="):
-        Costs(forward=value)
-
-
-def test_costs_in_other_words():
-    with pytest.raises(CostError, match=r"speed=0.*positive"):
-        Costs(speed=0)
-    with pytest.raises(CostError, match="recompute='some': use one of never, except_last, always"):
-        Costs(recompute="some")
-    assert Costs(recompute="always") == Costs(recompute=Recompute.ALWAYS)
-
-
-def test_split_keeps_the_model():
-    costs = Costs(forward=[2, 4], weights=[6, 8], boundary=[1, 3], transfer=0.5).split(2)
-    assert costs.forward == (1, 2, 1, 2)
-    assert costs.weights == (3, 4, 3, 4)
-    assert costs.boundary == (1, 3, 3, 3)
-    assert costs.transfer == 0.5
-    assert Costs(boundary=[1, 3]).split(2).boundary == (1, 3, 3, 3)
+def test_devices_of_several_stages_are_as_busy_as_those_of_one():
     one = simulate(make("pipedream_flush", 4, 8))
     many = simulate(make("interleaved", 4, 8, virtual=4), Costs().split(4))
-    assert np.allclose(one.busy, many.busy)
-    with pytest.raises(CostError, match="link from the last device back to the first"):
-        Costs(transfer=[1, 2]).split(2)
+    assert many.busy == pytest.approx(one.busy)

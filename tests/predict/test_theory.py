@@ -6,6 +6,7 @@ from itertools import permutations, product
 import pytest
 
 from pipelab import THEORY, Costs, ScheduleError, make, memory, simulate
+from pipelab.predict.simulate import delays, durations
 from pipelab.schedules import takes
 
 
@@ -15,10 +16,11 @@ def sizes(name):
     several = takes(name, "virtual") or takes(name, "slices")
     chunks = (1, 2, 3) if several else (1,)
     many = [(5, 15, 2, 1), (3, 9, 2, 2)]  # a period in the middle of a row
+    searched = [(5, 5, 1, 2), (6, 14, 1, 1)]
     devices, microbatches = (range(1, n + 1) for n in most)
     yield from [(p, m, v, 1) for p, m, v in product(devices, microbatches, chunks)]
     yield from [(p, m, v, 3) for p, m, v in product((1, 2, 4), (1, 3, 4, 8), chunks)]
-    yield from many if several else []
+    yield from many if several else searched if name == "zb_v" else []
 
 
 def every_table(name):
@@ -68,8 +70,9 @@ def test_seconds_are_the_simulations_for_all_costs_where_they_are_known(name):
             if seconds is not None:
                 stages = schedule.placement[: schedule.model_stages]
                 own = Costs(**of) if schedule.slices else Costs(**of).over(stages)
-                found = simulate(schedule, own)
-                assert found.makespan - found.ideal == pytest.approx(seconds), (p, m, v, costs)
+                ends = schedule.walk(durations(schedule, own), delays(schedule, own)).end
+                idle = max(ends) - m * sum(costs)
+                assert idle == pytest.approx(seconds), (p, m, v, costs)
                 known += 1
     assert known > 0.02 * asked
 
@@ -130,13 +133,14 @@ def test_forms_of_a_v_hold_from_as_many_rounds_of_devices(name, least):
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "zb_h1", "zb_h2"])
 def test_what_waits_for_its_weight_gradient_at_the_peak(name):
-    """A third of a byte each, where what is before its I has a byte."""
-    costs = Costs(activations=1, weight_activations=1 / 3)
+    """A share of a byte each, where what is before its I has a byte."""
     for schedule, p, m, _, batches in every_table(name):
+        share = (0, 1 / 3, 1)[(p + m) % 3]
+        costs = Costs(activations=1, weight_activations=share)
         peaks = memory(simulate(schedule, costs), costs).peak("activations")
         waiting = [THEORY[name].for_weights(device, p, m) for device in range(p)]
         whole = [THEORY[name].in_flight(device, p, m, 1, batches) for device in range(p)]
-        found = [n - 2 / 3 * late for n, late in zip(whole, waiting, strict=True)]
+        found = [n - (1 - share) * late for n, late in zip(whole, waiting, strict=True)]
         assert peaks == pytest.approx(found), (p, m, batches)
 
 

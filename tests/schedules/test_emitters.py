@@ -197,7 +197,7 @@ def test_with_one_chunk_torchs_warm_up_is_twice_as_long():
 
 def test_zb_interleaved_is_torchs_and_with_one_chunk_zb_h1():
     """Row for row, wherever torch has a table: rounds longer than p where p does not divide m."""
-    for p, m, v in product(SMALL, range(1, 17), range(1, 5)):
+    for p, m, v in product(SMALL[:6], range(1, 15), range(1, 5)):
         ours = make("zb_interleaved", p, m, virtual=v)
         flat = make("zb_h1", p, m)
         assert v > 1 or ours.rows == flat.rows, (p, m)
@@ -257,11 +257,7 @@ def cross(rows):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (repeat, "0F0 .*twice"),
-        (number, "0F1 is missing"),
-        (cross, "deadlock"),
-    ],
+    [(repeat, "0F0 .*twice"), (number, "0F1 is missing"), (cross, "deadlock")],
 )
 def test_we_refuse_what_torchs_validator_accepts(change, message):
     """A forward twice, micro-batches that do not exist, and rows that wait for each other."""
@@ -284,10 +280,8 @@ MOVES = {
 
 def test_1f1b_is_deepspeeds():
     for p, m in SIZES:
-        theirs = deepspeed.schedule_of(p, m)
-        assert canonical(theirs.rows) == canonical(make("pipedream_flush", p, m).rows), (p, m)
         # The update too: ours stands at the end of the row, as there.
-        assert theirs.rows == make("pipedream_flush", p, m).rows
+        assert deepspeed.schedule_of(p, m).rows == make("pipedream_flush", p, m).rows, (p, m)
 
 
 def test_dualpipe_v_is_deepspeeds_but_for_split_backwards():
@@ -317,8 +311,6 @@ def test_deepspeeds_blocking_messages_never_deadlock():
 
 
 def test_deepspeed_keeps_room_for_one_more_than_is_in_flight_on_the_last_stage():
-    assert deepspeed.buffers(4, 8) == [4, 3, 2, 2]
-    assert deepspeed.schedule_of(4, 8).peak_in_flight == [4, 3, 2, 1]
     for p, m in SIZES:
         in_flight = make("pipedream_flush", p, m).peak_in_flight
         assert in_flight == [min(p - s, m) for s in range(p)]
@@ -359,6 +351,8 @@ def test_deepspeeds_splits_are_never_better_than_ours():
 
     assert list(partition_balanced([1, 4, 2, 2], 3)) == [0, 2, 3, 4]  # 5, 2, 2
     assert ours([1, 4, 2, 2], 3) == [0, 1, 2, 4]  # 1, 4, 4
+    blocks = [0, *[1] * 12, 0]  # of GPT-2 small: see tests/optimize/test_cut.py
+    assert np.diff(partition_balanced(blocks, 4)).tolist() == [4, 3, 3, 4]
     random, better = np.random.default_rng(0), 0
     for _ in range(150):
         stages, layers = sorted(random.integers(1, 12, size=2).tolist())
@@ -368,13 +362,3 @@ def test_deepspeeds_splits_are_never_better_than_ours():
         assert mine <= theirs, (sizes, stages)
         better += mine < theirs
     assert better < 15  # nearly always they are equal
-
-
-def test_gpt2_by_its_blocks_is_cut_where_deepspeed_cuts_it():
-    from deepspeed.runtime.utils import partition_balanced
-
-    kinds = ["Embedding", *["GPT2Block"] * 12, "Head"]
-    profile = Profile(tuple(Layer(kind, kind=kind) for kind in kinds))
-    theirs = partition_balanced([int(kind == "GPT2Block") for kind in kinds], 4)
-    assert np.diff(theirs).tolist() == [4, 3, 3, 4]
-    assert split_layers(profile, 4, "type:GPT2Block").balance == [4, 3, 3, 4]
