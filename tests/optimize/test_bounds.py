@@ -24,14 +24,15 @@ numbers = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.0]) | st.floats(0, 4).map(lambd
 
 @st.composite
 def costs_of(draw, stages, **more):
-    each = numbers | st.lists(numbers, min_size=stages, max_size=stages)
+    several = st.lists(numbers, min_size=stages, max_size=stages)
+    each = numbers | several
     return Costs(
         *(draw(each) for _ in PASSES),
         transfer=draw(st.sampled_from([0.0, 0.5, 2.0])),
         update=draw(st.just(0.0) | each),
         overhead=draw(st.sampled_from([0.0, 0.25])),
-        activations=draw(each),
-        weight_activations=draw(st.none() | each),
+        activations=draw(several),
+        weight_activations=draw(st.none() | several),
         **{name: draw(strategy) for name, strategy in more.items()},
     )
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pipelab import make, simulate
 from pipelab.cli import main
-from pipelab.models import split
+from pipelab.models import parameters, split
 from pipelab.models.gpt2 import gpt2
 from pipelab.optimize.cut import (
     CutStage,
@@ -104,40 +104,28 @@ def test_splits_are_the_best_there_are(profile, stages, memory):
         ("uniform", [2, 2]),
         ("time", [3, 1]),
         ("parameters", [1, 3]),
-        ("size", [1, 3]),
+        ("size", [2, 2]),
         ("type:conv", [1, 3]),
     ],
 )
 def test_each_method_balances_its_own(method, balance):
     kinds = ["Conv2d", "ReLU", "Conv2d", "Linear"]
-    found = Profile(
-        tuple(
-            Layer(kind, forward=t, weights=w, kind=kind)
-            for t, w, kind in zip([1, 1, 1, 3], [9, 1, 1, 1], kinds, strict=True)
-        )
-    )
+    sizes = zip(kinds, [1, 1, 1, 3], [9, 1, 1, 1], [0, 0, 0, 15], strict=True)
+    layers = [Layer(x, t, weights=w, activations=kept, kind=x) for x, t, w, kept in sizes]
+    found = Profile(tuple(layers))
     assert split_layers(found, 2, method).balance == balance
 
 
 def test_gpt2_small_by_its_blocks():
-    """The numbers of parameters that DeepSpeed prints for type:GPT2Block."""
+    """The numbers of parameters that DeepSpeed prints for type:GPT2Block, as the original course
+    did."""
     with torch.device("meta"):
         model = gpt2(vocabulary=50257, length=1024, width=768, heads=12, blocks=12)
-    found = Profile(
-        tuple(
-            Layer(
-                str(i),
-                weights=4.0 * sum(p.numel() for p in layer.parameters()),
-                kind=type(layer).__name__,
-            )
-            for i, layer in enumerate(model)
-        )
-    )
+    found = Profile(tuple(Layer(type(x).__name__, kind=type(x).__name__) for x in model))
     balance = split_layers(found, 4, "type:GPT2Block").balance
     assert balance == [4, 3, 3, 4]
-    counts = [sum(p.numel() for p in stage.parameters()) for stage in split(model, balance)]
+    counts = parameters(split(model, balance))
     assert counts == [60_647_424, 21_263_616, 21_263_616, 59_862_528]
-    assert sum(counts) == 163_037_184
 
 
 @pytest.mark.parametrize(
@@ -198,18 +186,29 @@ planned = given(
 )
 
 
+def needed(profile, bounds, replicas):
+    """Bytes of the fullest device: weights and activations of every micro-batch in flight."""
+    kept = profile.of("weights") + profile.of("activations")
+    stages = enumerate(zip(pairwise(bounds), replicas, strict=True))
+    return max(math.ceil(sum(replicas[s:]) / r) * kept[a:b].sum() for s, ((a, b), r) in stages)
+
+
 @examples(60)
 @planned
-def test_pipedream_is_the_best_of_all_plans(found, devices, model, bandwidth):
+def test_pipedream_is_the_best_of_all_plans_that_fit(found, devices, model, bandwidth):
     profile = Profile(tuple(found))
-    best = min(pace(profile, *plan, bandwidth, model) for plan in plans(len(found), devices))
-    result = pipedream(profile, devices, bandwidth=bandwidth, model=model)
-    bounds = np.cumsum([0, *result.balance]).tolist()
-    replicas = [stage.replicas for stage in result.stages]
-    assert sum(replicas) == devices
-    assert result.bottleneck == pytest.approx(best)
-    assert pace(profile, bounds, replicas, bandwidth, model) == pytest.approx(best)
-    assert max(stage.time for stage in result.stages) <= result.bottleneck * (1 + 1e-12)
+    every = [*plans(len(found), devices)]
+    needs = [needed(profile, *plan) for plan in every]
+    for memory in (sorted(needs)[len(every) // 2], math.inf):
+        fitting = [plan for plan, need in zip(every, needs, strict=True) if need <= memory]
+        best = min(pace(profile, *plan, bandwidth, model) for plan in fitting)
+        result = pipedream(profile, devices, bandwidth=bandwidth, model=model, memory=memory)
+        bounds = np.cumsum([0, *result.balance]).tolist()
+        replicas = [stage.replicas for stage in result.stages]
+        assert sum(replicas) == devices
+        assert result.bottleneck == pytest.approx(best)
+        assert pace(profile, bounds, replicas, bandwidth, model) == pytest.approx(best)
+        assert max(stage.time for stage in result.stages) <= result.bottleneck * (1 + 1e-12)
 
 
 def test_memory_leaves_plans_out():
@@ -293,7 +292,6 @@ def test_the_authors_profiles_are_read():
         ('{"layers": [{"name": "a"}, {"name": "b"}], "edges": [[0.9, 1]]}', "edge 0.9 -> 1"),
         ('{"layers": [{"name": "a"}], "samples": 1%s}' % (400 * "0"), "give at most 1e"),
         ("{}", "not a profile: give an object with layers, a list of objects with a name"),
-        ('{"a": 1}', "not a profile: give an object with layers"),
         ('{"layers": {"name": "a"}}', "not a profile: give an object with layers"),
         ('{"layers": ["a"]}', "not a profile: give an object with layers"),
         (
@@ -301,6 +299,7 @@ def test_the_authors_profiles_are_read():
             "not a profile: .* forward, input_grad, .*speed",
         ),
         ('{"layers": [{"name": "a", "forward": -1}]}', "layer 'a' has forward=-1: give at least 0"),
+        ('{"layers": [{"name": "a", "weights": null}]}', "layer 'a' has weights=None: give at"),
         ('{"layers": [{"name": "a"}], "edges": [[0, 0]]}', "edge 0 -> 0"),
         ('{"layers": [{"name": "a"}], "samples": 0}', "samples=0: give a whole number"),
         ('{"layers": [' + 5000 * '{"name": "a"}, ' + '{"name": "b"}]}', "5,001 layers: give at m"),
@@ -348,20 +347,7 @@ def test_the_loss_counts_with_the_last_layer():
 def test_a_profile_as_table_and_picture():
     found = Profile((Layer("one", 1e-3, 2e-3, 3e-3, 4e6, 5e6, 6e6), Layer("another", 1)))
     head, first, second = str(found).splitlines()
-    assert head.split() == [
-        "F",
-        "ms",
-        "I",
-        "ms",
-        "W",
-        "ms",
-        "weights",
-        "MB",
-        "kept",
-        "MB",
-        "sent",
-        "MB",
-    ]
+    assert " ".join(head.split()) == "F ms I ms W ms weights MB kept MB sent MB"
     assert first.split() == ["one", "1.000", "2.000", "3.000", "4.000", "5.000", "6.000"]
     assert len(head) == len(first) == len(second)
     ax = plots.profile(found)
@@ -383,14 +369,9 @@ def test_what_is_saved_counts_once():
 
 def test_what_a_partition_costs():
     """Stages that a schedule simulates: shares of replicas, all-reduce as an update."""
-    found = Profile(
-        (
-            Layer("a", 4, 4, 4, weights=2, output=5),
-            Layer("b", 1, 1, 1, weights=900, activations=3),
-        ),
-        samples=2,
-    )
-    plan = pipedream(found, 3, bandwidth=100.0)
+    large = Layer("a", 4, 4, 4, weights=2, output=5)
+    small = Layer("b", 1, 1, 1, weights=900, activations=3)
+    plan = pipedream(Profile((large, small), samples=2), 3, bandwidth=100.0)
     assert [stage.replicas for stage in plan.stages] == [2, 1]
     costs = plan.costs(transfer=0.5)
     assert costs.forward == (2, 1) and costs.boundary == (0, 5) and costs.activations == (0, 3)
@@ -477,25 +458,13 @@ def test_stages_of_a_branched_graph_are_named(tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            '{"layers": [{"name": "a", "forward": "x"}]}',
-            "layer 'a' has forward='x': give at least 0, at most 1e+100",
-        ),
-        (
-            '{"layers": [{"name": "a", "weights": null}]}',
-            "layer 'a' has weights=None: give at least 0",
-        ),
-    ],
-)
 @pytest.mark.parametrize("command", ["partition", "compare"])
-def test_a_file_with_other_numbers_is_named(tmp_path, capsys, content, message, command):
+def test_a_file_with_other_numbers_is_named(tmp_path, capsys, command):
     file = tmp_path / "odd.json"
-    file.write_text(content)
+    file.write_text('{"layers": [{"name": "a", "forward": "x"}]}')
     assert main([command, "--profile", str(file), "--devices", "1"]) == 2
-    assert f"{file}: {message}" in capsys.readouterr().err
+    told = f"{file}: layer 'a' has forward='x': give at least 0, at most 1e+100"
+    assert told in capsys.readouterr().err
 
 
 def test_layers_without_times(tmp_path):

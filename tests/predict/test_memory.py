@@ -25,25 +25,6 @@ def test_activations_and_versions_are_the_schedules_peaks(case):
         assert level["activations"][-1] == level["gradients"][-1] == level["versions"][-1] == 0
 
 
-def test_gradients_optimizer_and_buffers():
-    m = memory(
-        simulate(make("gpipe", 2, 3), Costs(forward=[1, 3])),
-        Costs(weights=5, optimizer=7, boundary=2),
-    )
-    assert m.peak("gradients") == [5, 5]
-    assert m.peak("optimizer") == [7, 7]
-    assert m.peak("buffers") == [0, 4]  # device 1 is slow: two inputs wait for it
-    assert m.peak() == [17, 17]
-    assert m.at_peak(0) == {
-        "weights": 5,
-        "versions": 0,
-        "gradients": 5,
-        "optimizer": 7,
-        "activations": 0,
-        "buffers": 0,
-    }
-
-
 @pytest.mark.parametrize(
     ("mode", "peaks"), [(Recompute.NEVER, 80), (Recompute.EXCEPT_LAST, 26), (Recompute.ALWAYS, 17)]
 )
@@ -52,16 +33,6 @@ def test_recomputation_keeps_only_the_input(mode, peaks):
     # grows to 10.
     costs = Costs(activations=10, boundary=1, recompute=mode)
     assert memory(simulate(make("gpipe", 4, 8), costs), costs).peak("activations") == [peaks] * 4
-
-
-def test_a_split_backward_frees_at_the_weight_gradient():
-    late = Schedule.from_grid("0F0 0F1 0I0 0I1 0W0 0W1")
-    assert (
-        memory(simulate(late), Costs(activations=1)).peak("activations")
-        == late.peak_in_flight
-        == [2]
-    )
-    assert memory(simulate(late), Costs(activations=1)).over_time(0)[0] == [0, 1, 5, 6]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "interleaved", "pipedream"])
@@ -216,6 +187,9 @@ def test_gradients_and_versions_of_an_asynchronous_table():
     read = [t.end[t.schedule.position[0, Kind.B, k]] for k in range(3)]
     # Version 0 is read by the backward of 1, version 1 by that of 2: each outlives the next one.
     assert of["versions"] == [(made[0], 10), (read[1], -10), (made[1], 10), (read[2], -10)]
+    split = memory(simulate(make("zb_h1", 1, 2)), Costs(weights=10))  # 0F0 0I0 0W0 0F1 ...
+    found = [(s.time, s.change) for s in split.steps if s.cause == "gradients"]
+    assert found == [(1, 10), (6, -10)]
     part = memory(simulate(make("pipedream", 2, 1, batches=4).part(2, 4)), Costs(weights=10))
     assert part.peak("versions") == [10, 0]
 

@@ -17,7 +17,7 @@ def test_an_action_and_its_text_are_exact_inverses(action):
     assert Action.parse(str(action)) == action
 
 
-@given(st.text(max_size=12))
+@given(st.text("0123456789FBIWURECVSND_x\u0661\n", max_size=8))
 def test_what_parses_is_what_is_printed(text):
     try:
         action = Action.parse(text)
@@ -226,6 +226,11 @@ def test_a_table_without_its_transfers_is_the_table():
 def test_cells_that_only_look_like_torchs(cell):
     with pytest.raises(ScheduleError, match=r"row 0, cell 1: .* is not an action"):
         Schedule.from_csv(f"0F0,{cell}")
+
+
+def test_torchs_pair_of_one_micro_batch_is_one_after_the_other():
+    found = Schedule.from_csv("(0F0;0B0)OVERLAP_F_B,0U0")
+    assert [str(a) for a in found.actions] == ["0F0", "0B0", "0U0"] and not found.overlapped
 
 
 def test_trailing_empty_lines_are_no_devices_and_empty_rows_are():

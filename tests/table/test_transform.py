@@ -136,6 +136,11 @@ def test_offload_again_moves_only_what_stayed():
     assert Kind.OFFLOAD in validate(table.offload(stages=[0]).offload()).kinds
 
 
+def test_with_fewer_micro_batches_none_overlaps_that_is_not_there():
+    short = fewer(make("dualpipe", 2, 3).overlap(), 2)
+    assert short.overlapped <= {*short.actions}
+
+
 def test_copies_stay_beside_what_has_no_partner():
     table = validate(make("pipedream_flush", 3, 6).offload().overlap())
     copies = {a for a in table.overlapped if a.kind in (Kind.OFFLOAD, Kind.RELOAD)}

@@ -35,6 +35,10 @@ CASES = [
     (edited(GPIPE, 0, swap("0F0", "0B0")), "0B0 comes before 0F0 on device 0"),
     (edited(GPIPE, 0, swap("0B1", "0U0")), "0U0 comes before 0B1 on device 0"),
     (
+        edited(make("zb_h1", 1, 1, batches=2), 0, lambda row: row.append(row.pop(3))),
+        "0W1 comes before 0U0",
+    ),
+    (
         edited(GPIPE, 0, lambda row: row.append(Action(0, Kind.W, 0))),
         "stage 0 has a full backward B and also I or W",
     ),
