@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
-from pipelab import Costs, Kind, Reads, ScheduleError, make, memory, run, simulate, validate
+from pipelab import Costs, Kind, Reads, ScheduleError, make, memory, simulate, validate
 from pipelab.optimize.order import memory_used
 from pipelab.optimize.order.best import named_schedules
 from pipelab.optimize.order.problem import OrderProblem
@@ -17,9 +16,7 @@ from pipelab.predict.theory import THEORY
 from pipelab.schedules import SCHEDULES, takes
 from pipelab.schedules.names import ALSO_KNOWN_AS
 from tests.conftest import SPLIT, examples, tables
-from tests.support import SGD
-from tests.support import batches as batches_of
-from tests.support import stages as stages_of
+from tests.support import passing
 
 FIGURES = {
     ("inter_layer", 3, 2, 1): """
@@ -141,13 +138,9 @@ def test_many_micro_batches_repeat_a_period_of_a_v():
 
 
 def test_other_orders_train_as_1f1b_does_to_the_bit():
-    losses = []
-    for name in ("pipedream_flush", "eager_1f1b", *SPLIT, "zb"):
-        table = make(name, 3, 4, batches=2)
-        found = run(table, stages_of(3), batches_of(2), F.mse_loss, SGD)
-        assert found.check.passed, name
-        losses.append(found.losses)
-    assert all(found == losses[0] for found in losses)
+    names = ("pipedream_flush", "eager_1f1b", *SPLIT, "zb")
+    first, *others = (passing(make(name, 3, 4, batches=2)).losses for name in names)
+    assert all(found == first for found in others)
 
 
 def test_the_automatic_schedule_between_h1_and_h2():

@@ -16,17 +16,14 @@ from torch.distributed.pipelining.schedules import (
     _add_send_recv,
     _add_unshard_reshard,
 )
-from torch.nn import functional as F
 
-from pipelab import Costs, Kind, Schedule, ScheduleError, make, memory, run, simulate, validate
+from pipelab import Costs, Kind, Schedule, ScheduleError, make, memory, simulate, validate
 from pipelab.optimize.order import memory_used
 from pipelab.predict.theory import THEORY
 from pipelab.table.action import Action
 from pipelab.table.placement import v_placement
 from tests.conftest import V, examples, thorough
-from tests.support import SGD
-from tests.support import batches as batches_of
-from tests.support import stages as stages_of
+from tests.support import passing
 
 FIGURES = {
     ("zb_v", 2, 3): """
@@ -243,8 +240,6 @@ def test_zb_v_has_torchs_forwards_and_input_gradients_and_is_no_slower():
 
 @pytest.mark.parametrize("name", ["zb_v", "dualpipe_v"])
 def test_a_v_runs_and_its_gradients_are_right(name):
-    schedule = make(name, 2, 4)
-    result = run(schedule, stages_of(4), batches_of(1), F.mse_loss, SGD)
-    assert result.check.passed
-    moved = [span for span in result.timeline.spans if span.arrived is not None]
+    spans = passing(make(name, 2, 4)).timeline.spans
+    moved = [span for span in spans if span.arrived is not None]
     assert len(moved) == 4 * 4  # of a micro-batch: two links, there and back
