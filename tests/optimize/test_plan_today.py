@@ -277,10 +277,10 @@ def test_slices_train_long_sequences_without_recomputation():
 
 
 def test_tables_that_would_take_minutes_are_left_out():
-    model = Transformer(510, 1024, 8, 1048576, 1000)
-    problem = Problem(model, A100, 512, 512, schedules=("pipedream_flush",), slices=(64,))
+    model = Transformer(254, 1024, 8, 1048576, 1000)
+    problem = Problem(model, A100, 256, 256, schedules=("pipedream_flush",), slices=(64,))
     longest = max(choice.pipeline for choice in problem.choices() if choice.slices > 1)
-    assert 16 <= longest < 512
+    assert 16 <= longest < 256
 
 
 def test_one_device_may_slice_what_it_computes_again():

@@ -228,7 +228,7 @@ def test_the_search_begins_where_the_first_stage_is():
 
 def test_large_sizes_end_in_time():
     """What is made is only what is tried: before, tables of other placements were, too."""
-    found = search(Costs([1, 2] * 40), 80, 80, seconds=0.01, workers=1)
+    found = search(Costs([1, 2] * 24), 48, 48, seconds=0.01, workers=1)
     assert validate(found).proof.found_by == "zb_h1"
 
 

@@ -50,10 +50,10 @@ def uneven(stages, seed):
     return Costs(*passes, transfer=draw.choice([0, 0.25, 1]))
 
 
-SIZES = [(2, 3), (2, 8), (3, 6), (4, 4), (4, 8), (4, 17), (6, 12)]
+SIZES = [(2, 3), (2, 8), (3, 6), (4, 4), (4, 17), *thorough((4, 8), (6, 12), (8, 8), (8, 24))]
 
 
-@pytest.mark.parametrize(("p", "m"), [*SIZES, *thorough((8, 8), (8, 24))])
+@pytest.mark.parametrize(("p", "m"), SIZES)
 def test_zb_is_never_slower_than_a_plain_list_scheduler(p, m):
     """In any memory, for equal stages and others: that holds its devices for no less time."""
     memories = sorted({1, 1.5, 2, p // 2 or 1, p - 1, p, p + 1, 1.5 * p, 2 * p})

@@ -202,7 +202,7 @@ def test_overlapped_1f1b_with_one_chunk_is_never_slower_than_1f1b():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_more_micro_batch_is_never_faster(name):
     largest = 4 if takes(name, "memory") else 6  # of a searched one each table takes long
-    for p, v in product(range(1, largest + 1), range(1, 5) if takes(name, "virtual") else [1]):
+    for p, v in product(range(1, largest + 1), range(1, 4) if takes(name, "virtual") else [1]):
         spans = []
         for m in range(1, 14):
             with suppress(ScheduleError):
