@@ -358,24 +358,23 @@ def test_derivatives_that_mix_samples_are_refused(loss):
     assert_refused(r"custom_[jv][vj]p_call \(.*right.py:\d+\) has a derivative .*", loss)
 
 
+def entropies(params, batch):
+    out = two_layers(params, batch["x"])
+    of_signs = optax.losses.sigmoid_binary_cross_entropy(out, batch["y"] > 0)
+    of_shares = optax.safe_softmax_cross_entropy(out, jax.nn.softmax(batch["y"]))
+    return half(of_signs.mean() + of_shares.mean())
+
+
 @pytest.mark.parametrize(
     "loss",
     [
-        with_params(half),
-        with_params(jax.nn.softplus),
-        with_params(lambda p: jax.nn.softmax(jax.nn.relu(p))),
+        with_params(lambda p: jax.nn.softmax(jax.nn.relu(half(jax.nn.softplus(p))))),
         loss_of(between=lambda x, batch: by_sample(by_value(half(x)))),
-        loss_of(between=lambda x, batch: jax.vmap(by_norm)(x)),
-        loss_of(between=lambda x, batch: jax.lax.map(by_norm, x)),
+        loss_of(between=lambda x, batch: jax.lax.map(by_norm, jax.vmap(by_norm)(x))),
         loss_of(between=lambda x, batch: jax.nn.softmax(jax.nn.relu(jax.nn.silu(x)))),
-        lambda params, batch: half(loss_of()(params, batch)),
-        lambda params, batch: optax.losses.sigmoid_binary_cross_entropy(
-            two_layers(params, batch["x"]), batch["y"] > 0
-        ).mean(),
-        lambda params, batch: optax.safe_softmax_cross_entropy(
-            two_layers(params, batch["x"]), jax.nn.softmax(batch["y"])
-        ).mean(),
+        entropies,
     ],
+    ids=["parameters", "bounded", "mapped", "activations", "entropies"],
 )
 def test_derivatives_of_every_sample_by_itself(loss):
     assert_exact(loss)
@@ -742,24 +741,21 @@ def scanned(body, start=0.0):
         def iteration(carry, sample):
             return body(carry, jnp.mean((sample[0] - sample[1]) ** 2))
 
-        total, values = jax.lax.scan(iteration, start, (out, batch["y"]))
-        return (total if values is None else jnp.sum(values)) / len(out)
+        carry, values = jax.lax.scan(iteration, start, (out, batch["y"]))
+        total = sum(jax.tree.leaves(carry)) if values is None else jnp.sum(values)
+        return total / len(out)
 
     return loss
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda c, v: (c + v, None),
-        lambda c, v: (v**3 + c, None),
-        lambda c, v: (c - v, None),
-        lambda c, v: (c + 1, v),
-    ],
-)
-def test_a_sum_that_a_scan_carries_is_a_sum_over_the_samples(body):
-    assert_exact(scanned(body))
-    assert_exact(scanned(body), data(8), microbatches=8)
+@pytest.mark.parametrize(("samples", "microbatches"), [(16, 4), (8, 8)])
+def test_sums_that_a_scan_carries_are_sums_over_the_samples(samples, microbatches):
+    def several(carry, v):
+        a, b, c = carry
+        return (a + 2 * v, v**3 + b, c - v), None
+
+    for body, start in ((several, (0.0,) * 3), (lambda c, v: (c + 1, v), 0.0)):
+        assert_exact(scanned(body, start), data(samples), microbatches=microbatches)
 
 
 @pytest.mark.parametrize(
@@ -800,18 +796,13 @@ def iterated(x, batch):
     return x + y + count[:, None] / 10
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        solved(jnp.linalg.solve),
-        solved(lambda a, b: jax.scipy.linalg.solve(a, b, assume_a="pos")),
-        iterated,
-    ],
-    ids=["solve", "cholesky", "while"],
-)
-def test_each_sample_by_itself(before):
-    assert_exact(loss_of(before=before))
-    assert_exact(loss_of(before=before), data(8), microbatches=8)
+@pytest.mark.parametrize(("samples", "microbatches"), [(16, 4), (8, 8)])
+def test_each_sample_by_itself(samples, microbatches):
+    def before(x, batch):
+        x = solved(jnp.linalg.solve)(iterated(x, batch), batch)
+        return solved(lambda a, b: jax.scipy.linalg.solve(a, b, assume_a="pos"))(x, batch)
+
+    assert_exact(loss_of(before=before), data(samples), microbatches=microbatches)
 
 
 def shared_condition(x, batch):
