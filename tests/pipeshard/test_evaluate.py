@@ -14,6 +14,7 @@ from pipelab import Kind, make
 from pipelab.pipeshard import ManualStages, Pipeshard, PipeshardError, call, parallelize
 from pipelab.pipeshard.auto import AutoLayers, AutoStages
 from pipelab.table.transform import forward_only
+from tests.conftest import thorough
 from tests.pipeshard.test_pipeshard import data, forward, mse, network, step_of, worst
 
 TRAIN, START = step_of(mse, optax.adam(1e-3))
@@ -52,7 +53,7 @@ def copies(monkeypatch):
     "method",
     [
         Pipeshard(1, devices=4),
-        Pipeshard(4, stages=2, schedule="gpipe"),
+        *thorough(Pipeshard(4, stages=2, schedule="gpipe")),
         Pipeshard(8, stages=ManualStages([[0], [1, 2, 3]], meshes=[1, 3]), devices=4),
         Pipeshard(4, schedule="interleaved", virtual=2, devices=2),
         Pipeshard(2, schedule="zb_h1", devices=4),
@@ -62,8 +63,9 @@ def test_it_equals_the_plain_function_before_and_after_training(method, copies):
     state, batch = START(network()), data(24 if method.microbatches == 8 else 32)
     pipeline, train = parallelize(evaluate, method), parallelize(TRAIN, method)
     assert pipeline.compare(state, batch).passed
+    plainly = jax.jit(evaluate)
     for _ in range(2):
-        found, expected = pipeline(state, batch), evaluate(jax.device_get(state), batch)
+        found, expected = pipeline(state, batch), plainly(jax.device_get(state), batch)
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         assert worst(found, expected) < 1e-5 and found["hits"] == expected["hits"]
         state, _ = train(state, batch)
@@ -121,9 +123,8 @@ def test_stages_are_found_for_it_alone(operator):
 
 def test_times_of_forwards_can_be_measured():
     stages = AutoStages(measured=True, operator=False)
-    plan = parallelize(plain, Pipeshard(4, AutoLayers(2), stages, devices=1)).compile(
-        network(), data(32)
-    )
+    pipeline = parallelize(plain, Pipeshard(4, AutoLayers(2), stages, devices=1))
+    plan = pipeline.compile(network(), data(32))
     assert {each.source for each in plan.auto.profiles} == {"measured"}
 
 
