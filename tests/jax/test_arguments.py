@@ -216,12 +216,13 @@ def test_an_optimizer_that_looks_at_each_tensor_alone_trains(optimizer):
     ("devices", "of_rows"),
     [
         (lambda all: all, [0, 1]),  # Was: 8 devices for 2 rows: name one per row.
+        (lambda all: all, [*range(8)]),
         (lambda all: all[3:4], [3, 3]),
         (lambda all: ["cpu:1", all[0]], [1, 0]),
     ],
 )
 def test_devices_themselves_are_taken_in_turn(devices, of_rows):
-    meshes = jax_meshes(devices(jax.devices()), 2)
+    meshes = jax_meshes(devices(jax.devices()), len(of_rows))
     assert [device.id for mesh in meshes for device in mesh.devices.flat] == of_rows
 
 

@@ -35,7 +35,6 @@ from tests.support import RULES
 from tests.support import batches as torch_batches
 from tests.support import stages as torch_stages
 
-EVERY = [("inter_layer", None), *RULES]
 RECOMPUTE = Recompute.NEVER, Recompute.EXCEPT_LAST
 
 
@@ -97,8 +96,11 @@ def split_gpipe(p, m):
 @pytest.mark.parametrize(
     ("rule", "recompute"),
     [
-        *((rule, RECOMPUTE[i % 2]) for i, rule in enumerate(EVERY)),
-        *thorough(*((rule, RECOMPUTE[1 - i % 2]) for i, rule in enumerate(EVERY))),
+        *((rule, RECOMPUTE[i % 2]) for i, rule in enumerate(RULES)),
+        *thorough(
+            (("inter_layer", None), Recompute.NEVER),
+            *((rule, RECOMPUTE[1 - i % 2]) for i, rule in enumerate(RULES)),
+        ),
     ],
     ids=str,
 )
@@ -113,6 +115,7 @@ def test_every_schedule_equals_the_reference_and_torch(rule, recompute):
         torch_batches(2, 10),
         F.mse_loss,
         partial(torch.optim.Adam, lr=1e-2),
+        check=False,
     )
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
     for mine, other in zip(ours.weights, theirs.weights, strict=True):
@@ -125,14 +128,10 @@ def test_every_schedule_equals_the_reference_and_torch(rule, recompute):
 
 @pytest.mark.parametrize("rule", [("gpipe", None), ("pipedream", None)], ids=str)
 def test_clipping(rule):
-    schedule = size_of(rule, 3, 4)
+    schedule = size_of(rule, 2, 4)
     result = train(schedule, clip=1e-2)
     assert result.check.passed
-    assert train(schedule).losses != result.losses
-
-
-def test_split_backwards():
-    assert train(split_gpipe(3, 4), optimizer=optax.adam(1e-2)).check.passed
+    assert train(schedule, check=False).losses != result.losses
 
 
 def mean_and(count):
@@ -192,11 +191,11 @@ def test_activations_are_the_residuals():
     # Kept are the input, tanh's output and its derivative, 2 x 6 doubles each; the weights are not
     # copied.
     each = 3 * (2 * 6 * 8)
-    plain = train(make("pipedream_flush", 3, 4)).memory
+    plain = train(make("pipedream_flush", 3, 4), check=False).memory
     assert plain.peak("activations")[:2] == [3 * each, 2 * each]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(stages(1)[0][1]))
     assert plain.peak("weights") == [size] * 3
-    stash = train(make("pipedream", 3, 4, batches=2)).memory
+    stash = train(make("pipedream", 3, 4, batches=2), check=False).memory
     assert stash.peak("versions") == [2 * size, size, 0]
 
 
@@ -205,6 +204,13 @@ class Dense(linen.Module):
     def __call__(self, x):
         x = linen.Dense(6, param_dtype=jnp.float64)(x)
         return linen.Dropout(0.3, deterministic=not self.has_rng("dropout"))(jnp.tanh(x))
+
+
+def dropping(count):
+    """So many stages with dropout, if they are given keys."""
+    module = Dense()
+    init = jax.jit(module.init)
+    return [(module, init(jax.random.key(s), jnp.ones((1, 6)))) for s in range(count)]
 
 
 class Twin(nnx.Module):
@@ -225,18 +231,14 @@ class Twin(nnx.Module):
     ids=str,
 )
 def test_linen_modules_and_dropout(rule, seed):
-    module, schedule = Dense(), size_of(rule, 3, 3)
-    parts = [(module, module.init(jax.random.key(s), jnp.ones((1, 6)))) for s in range(3)]
-    arguments = (schedule, parts, batches(2, 9), optax.adamw(1e-2))
+    arguments = size_of(rule, 2, 3), dropping(2), batches(2, 9), optax.adamw(1e-2)
     result = train(*arguments, seed=seed, recompute=Recompute.ALWAYS)
     assert result.check.passed
     assert train(*arguments, seed=4, check=False).losses != result.losses
 
 
 def test_a_loss_that_is_no_mean_fails_though_dropout_needs_micro_batches():
-    module = Dense()
-    parts = [(module, module.init(jax.random.key(s), jnp.ones((1, 6)))) for s in range(2)]
-    given = make("gpipe", 2, 3), parts, batches(1, 9)
+    given = make("gpipe", 2, 3), dropping(2), batches(1, 9)
     for loss, right in ((mse, True), (lambda y, target: ((y - target) ** 2).sum(), False)):
         check = run(*given, loss, optax.sgd(0.01), backend="jax", seed=1).check
         assert check.passed == right, check
@@ -279,41 +281,37 @@ def test_what_a_function_reads_from_outside_may_change_between_runs():
     x, y = np.random.default_rng(0).normal(size=(2, 8, 4))
     stages = [(stage, (s + 1.0) * np.eye(4)) for s in range(2)]
     given, losses = ([(x, y)], loss, optax.sgd(rate)), []
-    for outside["scale"] in (1.0, 3.0, 1.0):
+    for outside["scale"] in (1.0, 3.0):
         found = run(make("gpipe", 2, 4), stages, *given, backend="jax")
         assert found.check.passed and found.check.how is How.BITS, found.check
         with Trainer(make("gpipe", 2, 4), stages, *given[1:], backend="jax") as trainer:
             measured = trainer.evaluate([(x, y)], metrics={"again": loss})
         assert measured.metrics["again"] == pytest.approx(measured.loss)
         losses += found.losses
-    assert losses[0] == losses[2] != losses[1]
+    assert losses[0] != losses[1]
 
 
 def test_evaluation():
-    result = evaluate(make("gpipe", 3, 4, batches=2), stages(3), batches(2), mse, backend="jax")
+    result = evaluate(make("gpipe", 2, 4, batches=2), stages(2), batches(2), mse, backend="jax")
     assert result.check.passed
-    assert result.timeline.schedule.bounds[-1] == 3 * 8
+    assert result.timeline.schedule.bounds[-1] == 2 * 8
 
 
 def test_a_paced_run_shows_the_predicted_times():
     schedule, costs = make("gpipe", 3, 4), Costs(transfer=0.5)
-    result = train(schedule, pace=0.02, costs=costs)
+    result = train(schedule, pace=0.02, costs=costs, check=False)
     # From the run's time zero: on a busy machine the first action may start late.
     assert max(result.timeline.end) / 0.02 >= simulate(schedule, costs).makespan * 0.99
 
 
-@pytest.mark.parametrize(
-    ("schedule", "kind", "options"),
-    [
+def test_everything_is_compiled_before_the_clock_starts(monkeypatch):
+    cases = [
         (make("gpipe", 2, 4, batches=2), np.float32, {"recompute": Recompute.EXCEPT_LAST}),
         # Gradients of bfloat16 are added up in float32.
         (make("gpipe", 2, 4, batches=2), jnp.bfloat16, {"optimizer": optax.adam(1e-2)}),
         (make("interleaved", 2, 4, batches=2, virtual=2), np.float32, {"clip": 1.0}),
         (split_gpipe(2, 4), np.float32, {"seed": 3}),
-    ],
-    ids=["recomputing", "bfloat16", "interleaved", "split"],
-)
-def test_everything_is_compiled_before_the_clock_starts(schedule, kind, options, monkeypatch):
+    ]
     jax.clear_caches()  # of functions that other tests have used
     work = Worker.work
 
@@ -322,10 +320,12 @@ def test_everything_is_compiled_before_the_clock_starts(schedule, kind, options,
             return work(worker, order)
 
     monkeypatch.setattr(Worker, "work", work_without_tracing)
-    uneven = [np.ones((2, 10, 16), np.float32)] * schedule.batches  # in 3, 3, 2 and 2
-    data = [(x, y) for x, y in uneven]
-    parts = [(f, jax.tree.map(lambda w: w.astype(kind), p)) for f, p in mlp(schedule.stages, 16)]
-    train(schedule, parts, data, check=False, **options)
+    # Each has a width of its own: what one has compiled is not another one's.
+    for width, (schedule, kind, options) in enumerate(cases, start=16):
+        x, y = np.ones((2, 10, width), np.float32)  # in 3, 3, 2 and 2
+        layers = mlp(schedule.stages, width)
+        parts = [(f, jax.tree.map(lambda w, kind=kind: w.astype(kind), p)) for f, p in layers]
+        train(schedule, parts, [(x, y)] * schedule.batches, check=False, **options)
 
 
 @pytest.mark.parametrize("by", ["name", "device"])
@@ -342,11 +342,6 @@ def test_stages_are_on_the_devices_that_are_named(by, monkeypatch):
     devices = ["cpu:1", "cpu:3"] if by == "name" else jax.devices()[1:4:2]
     train(make("gpipe", 2, 2), devices=devices, check=False)
     assert seen == {(False, 1), (True, 3)}
-
-
-def test_every_device_may_have_a_stage():
-    assert len(jax.devices()) == 8
-    assert train(make("gpipe", 8, 2), devices=jax.devices()).check.passed
 
 
 def test_what_goes_wrong_is_named():
@@ -465,7 +460,7 @@ def shifted(p, x):
 
 
 @pytest.mark.parametrize("kind", [jnp.bfloat16, *thorough(jnp.float16)])
-@pytest.mark.parametrize("m", [16, *thorough(64), 256])
+@pytest.mark.parametrize("m", [*thorough(16, 64), 256])
 def test_a_gradient_in_half_precision_is_as_near_as_that_of_the_undivided_batch(m, kind):
     random = np.random.default_rng(0)
 
