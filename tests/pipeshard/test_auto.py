@@ -38,7 +38,7 @@ from pipelab.pipeshard.auto import (
     stage_costs,
 )
 from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
-from pipelab.pipeshard.auto.cost_model import HOST
+from pipelab.pipeshard.auto.cost_model import HOST, Cost
 from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.cut import mark
@@ -545,10 +545,17 @@ def small():
     return skips()
 
 
+@pytest.fixture
+def unexamined(monkeypatch):
+    """What a stage costs is made up: no stage is compiled to be looked at."""
+    found = stage_costs.Findings([Cost(1, 1e6, 0, 0, 0, 0, 0, 0)] * 3, 0, [])
+    monkeypatch.setattr(stage_costs, "_examine", lambda stage, measured: found)
+
+
 def test_planning_again_compiles_no_stage(tmp_path, monkeypatch):
     def plan(path):
         with shelve.open(path) as cache:
-            pipeline, state, batch = planned(small(), cache=cache)
+            pipeline, state, batch = planned(small(), layers=2, devices=1, cache=cache)
             return pipeline.compile(state, batch).auto.profiles
 
     first = plan(tmp_path / "profiles")
@@ -569,12 +576,13 @@ def test_a_damaged_cache_is_found_out():
         assert plan(dict(zip(cache, damaged, strict=True))) == first
 
 
-def test_a_bar_says_what_is_done_from_the_first_second(capsys, monkeypatch):
+def test_auto_by_name_and_a_bar_that_says_what_is_done_from_the_first_second(capsys, monkeypatch):
     monkeypatch.setattr("tqdm.auto.tqdm", partial(std.tqdm, disable=False))
     params, loss, batch = small()
     step, start = step_of(loss)
     method = Pipeshard(4, AutoLayers(2), "auto", devices=1, progress=True)
-    parallelize(step, method).compile(start(params), batch)
+    plan = parallelize(step, method).compile(start(params), batch)
+    assert plan.auto.layers == [[0, 1]] and len(plan.stages) == 1
     out, err = capsys.readouterr()
     phases = [line.partition(":")[0].strip() for line in err.split("\r") if ":" in line]
     order = ["tracing", "layers", "profiles", "stages", "compiling"]
@@ -587,7 +595,7 @@ def test_a_compiler_without_the_quick_options_takes_longer(monkeypatch):
     assert len(pipeline.compile(state, batch).auto.profiles) == 3
 
 
-@pytest.mark.parametrize("backward", ["custom_jvp", "custom_vjp"])
+@pytest.mark.parametrize("backward", ["custom_jvp", *thorough("custom_vjp")])
 def test_the_cache_sees_derivatives(backward):
     def profiles(products, cache):
         def slow(g):
@@ -612,15 +620,7 @@ def test_the_cache_sees_derivatives(backward):
     assert second == profiles(3, {}) != first
 
 
-def test_auto_by_name():
-    params, loss, batch = small()
-    step, start = step_of(loss)
-    method = Pipeshard(4, AutoLayers(2), "auto", devices=jax.devices()[:1])
-    plan = parallelize(step, method).compile(start(params), batch)
-    assert plan.auto.layers == [[0, 1]] and len(plan.stages) == 1
-
-
-def test_six_devices_divide_what_they_can():
+def test_six_devices_divide_what_they_can(unexamined):
     params = [normal(8, 18), normal(18, 8)]  # 18 columns: over 2, 3 and 6 devices, not over 4
     mse = lambda p, b: jnp.mean((jnp.tanh(b["x"] @ p[0]) @ p[1] - b["x"]) ** 2)  # noqa: E731
     pipeline, state, batch = planned(
@@ -641,15 +641,15 @@ def test_equal_blocks_are_profiled_once(monkeypatch):
 
     def plan(cache):
         model = params, loss, {"x": normal(8, 8)}
-        pipeline, state, batch = planned(model, layers=5, cache=cache)
+        pipeline, state, batch = planned(model, layers=5, devices=1, cache=cache)
         return pipeline.compile(state, batch).auto
 
     cache = {}
     found = plan(cache)
-    assert len(found.profiles) == 2 * 15
-    # Per mesh: the first, one inside, the last; and each of two neighbours of these.
-    assert len(cache) == 2 * (3 + 3)
-    inside = {p.layers: p.seconds for p in found.profiles if p.submesh == (1, 1)}
+    assert len(found.profiles) == 15
+    # The first, one inside, the last; and each of two neighbours of these.
+    assert len(cache) == 3 + 3
+    inside = {p.layers: p.seconds for p in found.profiles}
     assert inside[1, 2] == inside[2, 3] != inside[3, 4]
     # Sums of neighbours are what compiling all of a run shows.
     monkeypatch.setattr(stage_costs.Runs, "_key_of", lambda self, layer: layer)
@@ -697,7 +697,7 @@ def test_what_is_not_compiled_could_not_win(devices, machine, monkeypatch):
     """A plan by limits of what is not known is that of all profiles."""
 
     def plan(known):
-        options = dict(layers=3, devices=devices, operator=True, machine=machine, cache=known)
+        options = dict(layers=2, devices=devices, operator=True, machine=machine, cache=known)
         pipeline, state, batch = planned(small(), **options)
         return pipeline.compile(state, batch).auto
 
@@ -707,14 +707,14 @@ def test_what_is_not_compiled_could_not_win(devices, machine, monkeypatch):
         # Later programs hold less.
         roomy = machine.memory > 6e3 or not version("jaxlib").startswith("0.10.")
         assert found.logical_mesh_shapes == ([(1, 1)] * 2 if roomy else [(2, 1)])
-        assert (compiled == 6) == roomy and compiled < len(known)
+        assert (compiled == 3) == roomy and compiled < len(known)
     monkeypatch.setattr(profiles.Profiles, "_limit", lambda *_: 0.0)
     every = plan(known)
     assert every.seconds == pytest.approx(found.seconds, rel=1e-9)
     assert (every.layers, every.chosen) == (found.layers, found.chosen)
 
 
-def test_equal_parts_of_layers_are_divided_alike():
+def test_equal_parts_of_layers_are_divided_alike(unexamined):
     """Equal blocks; the first and the last have an embedding and a head beside them."""
     one = dict(gain=np.ones(16, np.float32), up=normal(16, 64), down=normal(64, 16))
     params = dict(embed=normal(32, 16), blocks=[one] * 4, head=normal(16, 32))
@@ -758,7 +758,7 @@ def test_times_can_be_measured():
     assert all(0 < p.forward < 60 and 0 < p.backward < 60 for p in plan.profiles)
 
 
-def test_stages_stay_within_hosts():
+def test_stages_stay_within_hosts(unexamined):
     pipeline, state, batch = planned(small(), layers=2, devices=4, hosts=2, microbatches=1)
     plan = pipeline.compile(state, batch)
     ids = [[d.id // 2 for d in stage.devices] for stage in plan.stages]
