@@ -26,6 +26,7 @@ from pipelab.pipeshard.auto.sharding import (
     unsharded,
 )
 from tests import jax_setup  # noqa: F401
+from tests.conftest import thorough
 from widgets import meshes
 
 FLOAT = partial(jax.ShapeDtypeStruct, dtype=np.float32)
@@ -411,6 +412,7 @@ def test_memory_is_a_constraint(eighty_one, four):
     tight = search(Machine("m", 20e9, memory=(sizes[0] + sizes[-1]) / 2, bandwidth=1), choices=few)
     assert tight.best.cost.fits(tight.machine)
     assert tight.best.predicted > min(each.predicted for each in tight.table)
+    assert tight.table[0] == tight.best  # what does not fit stands behind it
     none = search(Machine("tiny", 20e9, memory=1000, bandwidth=1), choices=unsharded)
     need = none.table[0].cost.peak_bytes - 1000
     with pytest.raises(PipeshardError, match=f"a tiny has 1,000 bytes, .* needs {need:,} more"):
@@ -475,7 +477,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["many samples", "a gate", *thorough("a bias")])
 def test_a_descent_finds_what_trying_all_finds(name, four):
     fun, shapes, outputs, choices = SMALL[name]
     search = partial(search_sharding, fun, shapes, four, outputs=outputs, choices=choices)
