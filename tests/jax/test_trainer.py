@@ -113,9 +113,9 @@ def test_the_host_is_a_little_ahead_of_its_device_unless_somebody_reads_times(mo
 
     original = JaxStage.forward
     monkeypatch.setattr(JaxStage, "forward", forward)
-    first = slow, 0.01 * np.ones((600, 600), np.float32)
+    first = slow, 0.01 * np.ones((300, 300), np.float32)
     last = (lambda p, x: x * p), np.ones((), np.float32)
-    data = [tuple(np.ones((2, 30, 600), np.float32))] * 3
+    data = [tuple(np.ones((2, 30, 300), np.float32))] * 3
     for check, least, most in ((False, 1, 3), (1, 0, 0)):  # a checked batch is reported
         ahead.clear()
         with Trainer(

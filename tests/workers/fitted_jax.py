@@ -19,7 +19,7 @@ def main(port, number, count, what="same", faulty=None):
         return ((y - target) ** 2).mean()
 
     random = np.random.default_rng(0)
-    data = [tuple(random.normal(size=(2, 12, 16)).astype(np.float32)) for _ in range(5)]
+    data = [tuple(random.normal(size=(2, 12, 16)).astype(np.float32)) for _ in range(3)]
     given = rows, data, (mlp(rows, 16), mse, optax.adam(1e-2))
     if what == "same":
         each = rows // count
@@ -38,7 +38,7 @@ def same(rows, data, given, mine):
     import pipelab
 
     for name in ("pipedream_flush", "pipedream"):
-        long = pipelab.make(name, rows, 3, batches=5)
+        long = pipelab.make(name, rows, 3, batches=3)
         whole = pipelab.run(long, given[0], data, *given[1:], backend="jax", check=False)
         one = pipelab.make(name, rows, 3)
         with pipelab.Trainer(one, *given, backend="jax", check=2) as trainer:
@@ -47,7 +47,7 @@ def same(rows, data, given, mine):
             weights = trainer.weights
         assert [batch.loss for batch in found] == whole.losses
         checks = [batch.check and batch.check.passed for batch in found]
-        assert checks == [True, None, True, None, True]
+        assert checks == [True, None, True]
         assert [s for s, of_stage in enumerate(weights) if of_stage] == mine
         for s in mine:
             jax.tree.map(np.testing.assert_array_equal, weights[s], whole.weights[s])
