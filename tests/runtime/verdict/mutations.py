@@ -798,7 +798,13 @@ def compiled_once() -> Iterator[None]:
         if key not in known:
             known[key] = jax_arguments.check_optimizer(optimizer, parts)
 
-    step_of = jax_stage.step_of
+    step_of, function = jax_stage.step_of, jax_stage.Function
+
+    def function_once(apply: Any, loss: Any, kinds: Any, place: Any) -> Any:
+        key = apply, loss, kinds, place.func, *place.args  # the mesh: each run has its own partial
+        if key not in known:
+            known[key] = function(apply, loss, kinds, place)
+        return known[key]
 
     def step_once(optimizer: Any, kept: Any) -> Any:
         where = [leaf.sharding.device_set for leaf in jax.tree.leaves(kept)]
@@ -811,7 +817,7 @@ def compiled_once() -> Iterator[None]:
         patch.setattr(jax_backend, "check_optimizer", check_optimizer)
         for name in ("programs", "in_turn", "stepped"):
             patch.setattr(jax_replay, name, cache(getattr(jax_replay, name)))
-        patch.setattr(jax_stage, "Function", cache(jax_stage.Function))
+        patch.setattr(jax_stage, "Function", function_once)
         patch.setattr(jax_stage, "step_of", step_once)
         yield
 
