@@ -409,10 +409,10 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
 
 
-# Each rule under two optimizers and, if it has no flush, in processes.
+# The rules and optimizers take turns; those that keep several versions, in processes too.
 OPTIMIZERS = [SGD, momentum, ADAMW, decaying]
-SOME = [(rule, "threads", OPTIMIZERS[(i + j) % 4]) for i, rule in enumerate(RULES) for j in (0, 2)]
-SOME += [(rule, "processes", ADAMW) for rule in RULES if rule[0].startswith("pipedream")]
+SOME = [(rule, "threads", OPTIMIZERS[i % 4]) for i, rule in enumerate(RULES)]
+SOME += [(rule, "processes", ADAMW) for rule in RULES if rule[0] in ("pipedream", "pipedream_2bw")]
 EVERY = [
     *((rule, "threads", optimizer) for rule in RULES for optimizer in OPTIMIZERS),
     *((rule, "processes", ADAMW) for rule in RULES),

@@ -67,11 +67,11 @@ def inside():
 
 
 def waiting():
-    """One rank waits for twelve forwards of the other, each far shorter than the timeout."""
+    """One rank waits for ten forwards of the other, each far shorter than the timeout."""
     return pipelab.run(
-        make(12, 1),
+        make(10, 1),
         [linear(), linear(Slow)],
-        batches(1, 12),
+        batches(1, 10),
         F.mse_loss,
         torch.optim.SGD,
         check=False,
@@ -81,7 +81,7 @@ def waiting():
 
 def checking():
     """The reference takes as long as all forwards: longer than the timeout."""
-    arguments = (make(1, 6), [linear(Slow), linear(Slow)], batches(6), F.mse_loss)
+    arguments = (make(1, 5), [linear(Slow), linear(Slow)], batches(5), F.mse_loss)
     return pipelab.run(*arguments, torch.optim.SGD, timeout=TIMEOUT)
 
 

@@ -380,7 +380,7 @@ def test_layers_that_compute_in_float32_alone():
 
 
 def test_the_small_model_of_the_readme_many_times():
-    for seed in range(25):
+    for seed in range(8):
         torch.manual_seed(seed)
         modules = split(mlp(layers=8), [2, 2, 2, 2])
         data = [(torch.randn(32, 64), torch.randn(32, 64))]
