@@ -89,7 +89,8 @@ def serve(address):
                     wanted = told.read(int.from_bytes(size, "big"))
                 if pid := os.fork():
                     forks[pid] = asked
-                    asked.send(pid.to_bytes(8, "big"))
+                    with suppress(BrokenPipeError):  # it was killed meanwhile
+                        asked.send(pid.to_bytes(8, "big"))
                     list(map(os.close, files))
                     continue
                 for one in (asked, *forks.values()):

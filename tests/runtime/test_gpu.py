@@ -347,8 +347,9 @@ def test_a_section_that_is_cut_off_keeps_its_rows(capsys):
 
 
 def test_a_section_has_a_process_which_is_ended_in_time(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "executable", PYTHON)
-    assert gpu.in_a_process("Four stages on one GPU", "cpu", 60).state == "passed"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", PYTHON)
+        assert gpu.in_a_process("Four stages on one GPU", "cpu", 60).state == "passed"
     assert gpu.in_a_process("Memory", "cpu", 0.1).parts == ["Failed: `no end within 0 s`"]
 
 
