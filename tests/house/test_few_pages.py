@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from jupyter_lab import chromium
-from pipelab import make, simulate
+from pipelab import Costs, make, simulate
+from tests.conftest import thorough
 from tests.house.test_play import (
     DESK,
     PACKAGES,
@@ -53,18 +54,8 @@ def test_a_lectures_page_has_its_formulas_pictures_and_outputs(site):
     assert pictures and all(len(words.split()) >= 4 for words in pictures)
 
 
-@in_a_browser
-def test_the_explorer_and_the_editor_play(playing):
-    page = playing("play/explorer.html")
-    page.locator("[name=schedule]").select_option("gpipe")
-    shows(page, "makespan", f"{simulate(make('gpipe', 4, 8)).makespan:.5g}")
-    page = playing("docs/play/editor.html#first")
-    page.locator("[name=help]").focus()
-    press(page, "Tab", "F", "0", "F", "1")
-    expect(placed(page)).to_have_count(2)
-
-
 NO_PYTHON = "document.documentElement.dataset.python === undefined"
+CHOOSE = "(node, level) => { node.value = level; node.dispatchEvent(new Event('change')) }"
 
 
 @in_a_browser
@@ -80,9 +71,7 @@ def test_links_show_their_own_picture_before_there_is_python(open_page, address)
     page.goto(f"{address}/docs/play/editor.html#cap")
     expect(page.locator("[name=level]")).to_have_value("cap")
     expect(page.locator(".tray .chip")).to_have_count(12)
-    page.locator("[name=level]").evaluate(
-        "(node) => { node.value = 'split'; node.dispatchEvent(new Event('change')) }"
-    )
+    page.locator("[name=level]").evaluate(CHOOSE, "split")
     page.wait_for_url("**#split")
     expect(page.locator(".tray .chip")).to_have_count(12)
     page.go_back()
@@ -98,7 +87,7 @@ def test_back_while_a_levels_picture_is_on_its_way(open_page, address):
     expect(level).to_have_value("cap")
     page.route("**/first.json", lambda route: held.append(route))
     with page.expect_request("**/first.json"):
-        level.evaluate("(node) => { node.value = 'split'; node.dispatchEvent(new Event('change')) }")
+        level.evaluate(CHOOSE, "split")
     page.go_back()
     with page.expect_response("**/first.json") as answer:
         for route in held:
@@ -125,15 +114,18 @@ def test_what_was_not_drawn_is_announced_and_a_wrong_field_is_marked(playing):
     field.press("Enter")
     shows(page, "makespan", "28")
     expect(body).to_have_class("body")
+    page.locator("[name=schedule]").select_option("inter_layer")
+    shows(page, "makespan", f"{simulate(make('inter_layer', 3, 5), Costs(2)).makespan:g}")
     page.reload()
-    shows(page, "makespan", "28")
+    expect(page.locator("[name=schedule]")).to_have_value("inter_layer")
     assert page.evaluate(NO_PYTHON)
 
 
 @in_a_browser
 def test_every_level_keeps_its_board(playing):
     page = playing("docs/play/editor.html#cap")
-    page.locator(".tray .chip", has_text="F0").first.click()
+    page.locator("[name=help]").focus()
+    press(page, "Tab", "F", "0")
     expect(placed(page)).to_have_count(1)
     page.reload()
     expect(placed(page)).to_have_count(1)
@@ -150,7 +142,7 @@ def test_every_level_keeps_its_board(playing):
 
 
 @in_a_browser
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("size", [PHONE, *thorough(DESK)], ids=["phone", "desk"])
 def test_derivations_go_on_by_keys_without_python(open_page, address, size):
     page = open_page(size, "dark")
     for path, count in (("docs/index.html", 4), ("notebooks/06_pipedream_flush.html", 6)):
@@ -167,16 +159,6 @@ def test_derivations_go_on_by_keys_without_python(open_page, address, size):
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
     assert page.evaluate("document.documentElement.dataset.python") is None
     expect(page.locator("[data-kind=derivation] .play-note")).to_have_count(0)
-
-
-@in_a_browser
-def test_an_exercise_is_answered_on_its_page(playing):
-    page = playing("notebooks/06_pipedream_flush.html")
-    cell = page.locator(".cell:has([data-name='06-a'])")
-    for guess, said in ((20, "You said 20, it is 21"), (21, "Right: 21.")):
-        cell.locator("textarea").fill(f'my_guess = {guess}\nteach.guess("06-a", my_guess)')
-        cell.locator("textarea").press("Control+Enter")
-        expect(cell.locator(".said")).to_contain_text(said)
 
 
 @in_a_browser
@@ -213,6 +195,12 @@ def test_an_answer_without_an_end_is_not_called_starting(open_page, address, wit
     cell.get_by_role("button", name="Stop").tap()
     for one in (cell, other):
         expect(one.locator(".said")).to_have_text("Stopped.")
+
+    # Another Python answers.
+    for guess, said in ((20, "You said 20, it is 21"), (21, "Right: 21.")):
+        other.locator("textarea").fill(f'my_guess = {guess}\nteach.guess("06-a", my_guess)')
+        other.locator("textarea").press("Control+Enter")
+        expect(other.locator(".said")).to_contain_text(said)
 
     # A table in what a check says stays whole: it scrolls.
     table = ">0F0< " + " ".join(f"0F{k}" for k in range(1, 30))
