@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from teach import machine as of_lectures
 from teach import machines
 from teach import one_core as of_one_core
 from teach.machines import _bytes as of_a_stage
+from tests.support import PYTHON
 
 ROOT = Path(__file__).parents[2]
 BFLOAT16, T4 = (9, 0), (7, 5)
@@ -143,7 +143,7 @@ def test_jax_leaves_alone_a_gpu_that_it_will_not_use():
     """Was: it took three quarters of the memory to count it, and then computed on the CPU."""
     dropped = {"JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_FLAGS"}
     shell = {key: value for key, value in os.environ.items() if key not in dropped}
-    subprocess.run([sys.executable, "-c", JAX_STARTS], env=shell, cwd=ROOT, check=True)
+    subprocess.run([PYTHON, "-c", JAX_STARTS], env=shell, cwd=ROOT, check=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here")

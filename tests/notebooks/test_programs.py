@@ -12,7 +12,6 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 from torch import nn
@@ -21,6 +20,8 @@ from torch.nn.functional import cross_entropy
 import teach
 from pipelab import make
 from tests.conftest import thorough
+from tests.house.books import book
+from tests.support import PYTHON
 
 FOLDER = Path(__file__).parents[2] / "notebooks" / "programs"
 RUN = Path(__file__).parents[1] / "workers" / "lecture_programs.py"
@@ -66,7 +67,7 @@ def ended(request, tmp_path_factory):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
     programs = [FOLDER / f"{step}.py" for step in EARLIER]
     done = subprocess.run(
-        [sys.executable, *torchrun, RUN, folder, *programs],
+        [PYTHON, *torchrun, RUN, folder, *programs],
         capture_output=True,
         text=True,
         timeout=240,
@@ -195,8 +196,8 @@ def test_a_step_is_short_and_plain(step):
 
 
 def test_lecture_1_types_the_first_program():
-    book = nbformat.read(FOLDER.parent / "01_inter_layer.ipynb", as_version=4)
-    typed = [c.source for c in book.cells if c.source.startswith("%%writefile")]
+    lecture = book(FOLDER.parent / "01_inter_layer.ipynb")
+    typed = [c.source for c in lecture.cells if c.source.startswith("%%writefile")]
     program = "".join(source.partition("\n")[2] + "\n" for source in typed)
     assert program == (FOLDER / "01_inter_layer.py").read_text()
 
@@ -204,7 +205,7 @@ def test_lecture_1_types_the_first_program():
 @pytest.mark.parametrize("step", [step for step, earlier in EARLIER.items() if earlier])
 def test_a_lecture_shows_what_a_step_changes(step):
     (path,) = FOLDER.parent.glob(f"{step[:2]}_*.ipynb")
-    sources = [cell.source for cell in nbformat.read(path, as_version=4).cells]
+    sources = [cell.source for cell in book(path).cells]
     shown = f'teach.difference("programs/{EARLIER[step]}.py", "programs/{step}.py")'
     assert shown in sources and f'teach.torchrun("programs/{step}.py")' in sources
     difference = teach.difference(FOLDER / f"{EARLIER[step]}.py", FOLDER / f"{step}.py")
@@ -213,7 +214,8 @@ def test_a_lecture_shows_what_a_step_changes(step):
     assert set(kept) <= {*lines(EARLIER[step])} and set(added) <= {*lines(step)}
 
 
-def test_a_program_that_fails_says_why(tmp_path):
+def test_a_program_that_fails_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", PYTHON)
     program = tmp_path / "broken.py"
     program.write_text("raise SystemExit('no such rank')")
     with pytest.raises(RuntimeError, match=r"broken.py failed:(.|\n)*no such rank"):

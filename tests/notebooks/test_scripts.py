@@ -69,34 +69,28 @@ def test_with_pipelab_goes_on_from_its_checkpoints(ranks, tmp_path, monkeypatch,
     assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000020"]
 
 
-def test_finetune_goes_on_bit_for_bit(tmp_path, monkeypatch, capsys):
+def test_finetune_goes_on_bit_for_bit_and_on_other_devices(tmp_path, monkeypatch, capsys):
     """From the checkpoint after the first 15 steps, as if it had been killed there."""
     script, models = FOLDER / "finetune.py", []
-    for folder in (tmp_path / "whole", tmp_path / "resumed"):
-        monkeypatch.setattr(sys, "argv", [str(script), "--steps=17", "--folder", str(folder)])
-        runpy.run_path(str(script), run_name="__main__")
-        models.append((folder / "model" / "model.safetensors").read_bytes())
-        if not (tmp_path / "resumed").exists():
-            shutil.copytree(folder / "step_000015", tmp_path / "resumed" / "step_000015")
-    assert models[0] == models[1]
-    said = capsys.readouterr().out
-    assert "step 1: loss" in said and said.count("Check passed") == 2
-    held_out = held_out_of(said)
-    assert held_out[0] > held_out[1] == held_out[2]
 
-
-def test_finetune_goes_on_on_other_devices(tmp_path, monkeypatch, capsys):
-    script = FOLDER / "finetune.py"
-    for devices, steps in ((4, 15), (2, 17), (8, 19)):
+    def finetune(folder, steps, devices=4):
         monkeypatch.setenv("WORLD_SIZE", str(devices))
-        monkeypatch.setattr(
-            sys, "argv", [str(script), f"--steps={steps}", "--folder", str(tmp_path)]
-        )
+        monkeypatch.setattr(sys, "argv", [str(script), f"--steps={steps}", f"--folder={folder}"])
         runpy.run_path(str(script), run_name="__main__")
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for folder in (whole, resumed):
+        finetune(folder, 17)
+        models.append((folder / "model" / "model.safetensors").read_bytes())
+        if folder is whole:
+            shutil.copytree(whole / "step_000015", resumed / "step_000015")
+    assert models[0] == models[1]
+    finetune(resumed, 19, devices=2)
+    finetune(resumed, 21, devices=8)
     said = capsys.readouterr().out
-    assert said.count("Check passed") == 3
-    held_out = held_out_of(said)
-    assert held_out == sorted(held_out, reverse=True) and len(held_out) == 3
+    assert "step 1: loss" in said and said.count("Check passed") == 4
+    first, at_17, same, at_19, at_21 = held_out_of(said)
+    assert first > at_17 == same >= at_19 >= at_21
 
 
 @pytest.mark.thorough

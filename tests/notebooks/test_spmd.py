@@ -16,7 +16,7 @@ import pipelab
 from pipelab.jax.jaxpr import carry_of
 from programs.spmd import iterations, spmd_pipeline, spmd_table, stack
 from tests import jax_setup  # noqa: F401
-from tests.conftest import examples
+from tests.conftest import examples, thorough
 
 WIDTH = 6
 
@@ -92,7 +92,7 @@ def check(stage, stages, x, p, m, v=1, remat=False, limit=1e-10):
 
 @pytest.mark.parametrize(
     ("p", "m", "v"),
-    [(1, 1, 1), (1, 3, 2), (2, 5, 1), (4, 2, 1), (8, 8, 1), (3, 7, 3), (2, 5, 4)],
+    [(1, 3, 2), (4, 2, 1), (3, 7, 3), *thorough((1, 1, 1), (2, 5, 1), (8, 8, 1), (2, 5, 4))],
 )
 def test_gradients_are_those_of_the_plain_stack(p, m, v):
     with jax.enable_x64(True):
@@ -117,7 +117,7 @@ def test_gradients_in_double_precision(data):
         check(layer, layers(p * v), samples(m * data.draw(st.integers(1, 2))), p, m, v, remat)
 
 
-@pytest.mark.parametrize("v", [1, 2])
+@pytest.mark.parametrize("v", [2, *thorough(1)])
 def test_recomputation_changes_no_gradient(v):
     with jax.enable_x64(True):
         check(layer, layers(2 * v), samples(8), 2, 4, v, remat=True)
@@ -296,7 +296,7 @@ def test_whole_numbers_alone_are_taken():
     assert pipeline(stack([np.int32(2), np.int32(3)]), np.arange(4)).tolist() == [0, 6, 12, 18]
 
 
-@pytest.mark.parametrize(("count", "virtual"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6)])
+@pytest.mark.parametrize(("count", "virtual"), [(1, 1), (6, 1), (6, 2)])
 def test_unstack_inverts_stack(count, virtual):
     stages = layers(count)
     rows = stack(stages, virtual)
@@ -319,7 +319,7 @@ def scans(jaxpr):
             yield from scans(inner)
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 2, 1), (4, 8, 2), (3, 3, 3)])
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 2, 1), (3, 3, 3)])
 def test_one_scan_of_so_many_iterations(p, m, v):
     pipeline = spmd_pipeline(layer, devices=cpu(p), microbatches=m, virtual=v)
     rows, x = stack(layers(p * v), v), jnp.asarray(samples(m))
@@ -405,7 +405,7 @@ def temporary(m, v=1, remat=False, width=64, p=2):
     return memory(jax.jit(jax.grad(lambda w, x: value(pipeline(w, x)))), w, x).temp_size_in_bytes
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(2, 48, 1), (4, 4, 1), (2, 24, 2)])
+@pytest.mark.parametrize(("p", "m", "v"), [(4, 4, 1), (2, 24, 2), *thorough((2, 48, 1))])
 def test_activations_are_kept_for_every_iteration(p, m, v):
     """Recomputation keeps x alone. Without it two tanhs keep what their slopes need.
 

@@ -12,6 +12,7 @@ import torch
 import teach
 from pipelab import make
 from teach.feedback import Exercise, balance, build, write
+from tests.support import PYTHON
 
 
 def test_a_guess():
@@ -218,7 +219,7 @@ print(jax.devices(), float(jax.numpy.ones(3).sum()))
 """
     folder = Path(__file__).parents[2] / "notebooks"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+        [PYTHON, "-c", code], cwd=folder, capture_output=True, text=True, check=True
     )
     said, devices = done.stdout.splitlines()
     assert said.startswith("This lecture takes 4 devices, but this machine has 1 (cpu)")
