@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipelab import Costs, Schedule, fit, make, memory, run, simulate
 from pipelab.optimize.cut import profile
+from tests.support import Layer
 
 
 def test_a_measured_run_holds_what_was_predicted():
@@ -36,7 +37,7 @@ class InPlace(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.linear = Layer()
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
     def forward(self, x):
@@ -50,7 +51,7 @@ class Recomputed(nn.Module):
 
     def __init__(self, last):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.last = last
 
     def forward(self, x):

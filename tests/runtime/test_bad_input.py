@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from pipelab import Recompute, RunError, Trainer, evaluate, make, run
 from tests.conftest import Wrapping
-from tests.support import SGD, Failing, batches, explode, passing, run_of, stages
+from tests.support import SGD, Failing, Layer, batches, explode, passing, run_of, stages
 
 CALLS = pytest.mark.parametrize(
     "call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"]
@@ -119,9 +119,9 @@ class Named(OrderedDict):
 pytree.register_pytree_node(KnownPair, lambda p: ([p.a, p.b], None), lambda t, _: KnownPair(*t))
 
 
-class Parting(nn.Linear):
+class Parting(Layer):
     def __init__(self, kind):
-        super().__init__(6, 6, dtype=torch.float64)
+        super().__init__()
         self.kind = kind
 
     def forward(self, x):
@@ -129,10 +129,7 @@ class Parting(nn.Linear):
         return self.kind(a=y, b=y.tanh())
 
 
-class Joining(nn.Linear):
-    def __init__(self):
-        super().__init__(6, 6, dtype=torch.float64)
-
+class Joining(Layer):
     def forward(self, parts):
         a, b = (parts["a"], parts["b"]) if isinstance(parts, dict) else (parts.a, parts.b)
         return super().forward(a + b)
@@ -227,7 +224,7 @@ def test_an_unreduced_loss_is_not_evaluated():
 
 # ---- arguments
 
-SHARED = nn.Linear(6, 6, dtype=torch.float64)
+SHARED = Layer()
 DOUBLE = make("pipedream_2bw", 2, 2)  # of one batch, which looks as if it had a flush
 META = nn.BatchNorm1d(6, affine=False, device="meta")
 

@@ -17,6 +17,7 @@ from tests.support import (
     GUARD,
     PYTHON,
     WORKERS,
+    Layer,
     free_port,
     passing,
     run_of,
@@ -146,8 +147,8 @@ def test_a_caller_that_is_killed_leaves_no_file(short_path):
 @pytest.mark.parametrize("name", ["gpipe", "pipedream"])
 def test_parametrized_layers_cross_processes(name):
     # Was: "Serialization of parametrized modules is only supported through state_dict()".
-    norm = parametrizations.weight_norm(nn.Linear(6, 6, dtype=torch.float64))
-    turn = parametrizations.orthogonal(nn.Linear(6, 6, dtype=torch.float64))
+    norm = parametrizations.weight_norm(Layer())
+    turn = parametrizations.orthogonal(Layer())
     modules = [nn.Sequential(*stages(1), norm), nn.Sequential(turn, *stages(1))]
     table = make(name, 2, 2, batches=2)
     result, threads = passing(table, modules, backend="processes"), run_of(table, modules)

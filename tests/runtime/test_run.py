@@ -43,6 +43,7 @@ from tests.support import (
     Fork,
     Forward,
     Join,
+    Layer,
     batches,
     decaying,
     explode,
@@ -310,7 +311,7 @@ def test_what_does_not_fit_between_stages_is_named(first, given, backend):
 def test_a_loss_that_is_no_number_ends_the_run(bad, backend):
     data = batches(2)
     data[1][0][5] = bad
-    modules = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(2)]
+    modules = [Layer() for _ in range(2)]
     given = make("gpipe", 2, 4, batches=2), modules, data
     told = r"device 1, action 1F6: FloatingPointError: the loss of micro-batch 6 \(batch 1\) is "
     with pytest.raises(RunError, match=told + "(nan|inf)"):
@@ -383,24 +384,13 @@ def test_a_saved_tensor_changed_in_place_is_an_error():
 # ---- found by readers
 
 
-class Leaky(nn.Module):
-    """In place and not idempotent: twice is not once."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(
-            nn.LeakyReLU(0.5, inplace=True), nn.Linear(6, 6, dtype=torch.float64)
-        )
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 @pytest.mark.parametrize("recompute", Recompute)
 def test_a_first_layer_in_place_changes_neither_the_data_nor_the_rerun(recompute):
+    """In place and not idempotent: twice is not once."""
     data = batches(2)
     copies = [x.clone() for x, _ in data]
-    passing(make("gpipe", 2, 4, batches=2), [Leaky(), Leaky()], data, recompute=recompute)
+    modules = [nn.Sequential(nn.LeakyReLU(0.5, inplace=True), Layer()) for _ in range(2)]
+    passing(make("gpipe", 2, 4, batches=2), modules, data, recompute=recompute)
     assert all(torch.equal(x, copy) for (x, _), copy in zip(data, copies, strict=True))
 
 

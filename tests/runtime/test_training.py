@@ -24,6 +24,7 @@ from tests.support import (
     SGD,
     Failing,
     Forward,
+    Layer,
     batches,
     decaying,
     explode,
@@ -75,19 +76,12 @@ def test_a_tied_gradient_of_one_stage_alone_fails_the_check(monkeypatch):
 
 
 def test_a_weight_in_two_places_of_one_stage_keeps_its_versions():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(6, 6, dtype=torch.float64)
-            self.b = nn.Linear(6, 6, dtype=torch.float64)
-            self.b.weight = self.a.weight
-
-        def forward(self, x):
-            return self.b(self.a(x).tanh())
-
-    result = passing(make("pipedream", 3, 6), [Twice() for _ in range(3)])
+    modules = stages(3)
+    for stage in modules:
+        stage[2].weight = stage[0].weight
+    result = passing(make("pipedream", 3, 6), modules)
     assert result.weight_versions == [3, 2, 1]
-    assert torch.equal(result.weights[0]["a.weight"], result.weights[0]["b.weight"])
+    assert torch.equal(result.weights[0]["0.weight"], result.weights[0]["2.weight"])
 
 
 # ---- skips
@@ -95,7 +89,7 @@ def test_a_weight_in_two_places_of_one_stage_keeps_its_versions():
 
 def residual(count=6):
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(count)]
+    layers = [Layer() for _ in range(count)]
     return with_skips(
         [
             layers[0],
@@ -111,8 +105,17 @@ def residual(count=6):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("balance", [[2, 2, 7], [3, 4, 4], [1, 9, 1], [11]])
+BALANCES = [2, 2, 7], [3, 4, 4], [1, 9, 1], [11]
+
+
+@pytest.mark.parametrize(
+    ("balance", "backend"),
+    [
+        *((balance, "threads") for balance in BALANCES),
+        (BALANCES[0], "processes"),
+        *thorough(*((balance, "processes") for balance in BALANCES[1:])),
+    ],
+)
 def test_skips_cross_any_cut(balance, backend):
     layers = residual()
     result = passing(
@@ -181,11 +184,8 @@ def test_dropout_of_one_seed_does_not_depend_on_schedule_or_backend():
     assert torch.equal(torch.rand(2), expected)  # which a run leaves alone
 
 
-class Noisy(nn.Linear):
+class Noisy(Layer):
     """Draws by itself: no layer says so."""
-
-    def __init__(self):
-        super().__init__(6, 6, dtype=torch.float64)
 
     def forward(self, x):
         return F.dropout(super().forward(x), 0.3) * torch.rand(len(x), 1, dtype=x.dtype)

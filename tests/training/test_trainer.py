@@ -25,6 +25,7 @@ from tests.support import (
     PYTHON,
     SGD,
     WORKERS,
+    Layer,
     batches,
     passing,
     plainly,
@@ -391,11 +392,11 @@ def test_checkpoints_of_run(tmp_path):
 # ---- the check
 
 
-class Rotting(nn.Linear):
+class Rotting(Layer):
     """Its gradients are right for so many forwards with a graph, and then too large."""
 
     def __init__(self, good):
-        super().__init__(6, 6, dtype=torch.float64)
+        super().__init__()
         self.good = good
 
     def forward(self, x):
@@ -481,11 +482,11 @@ def test_outside_of_its_block_it_has_no_ranks():
         list(trainer.fit(batches(1)))
 
 
-class Bad(nn.Linear):
+class Bad(Layer):
     """Does something in its third batch's first forward."""
 
     def __init__(self, action):
-        super().__init__(6, 6, dtype=torch.float64)
+        super().__init__()
         self.action, self.seen = action, 0
 
     def forward(self, x):
@@ -572,11 +573,11 @@ def test_an_interrupt_while_ranks_start():
     assert done.stderr == ""
 
 
-class Interrupting(nn.Linear):
+class Interrupting(Layer):
     """Ctrl-C in a forward of this thread, `again` a second one."""
 
     def __init__(self, thread, again):
-        super().__init__(6, 6, dtype=torch.float64)
+        super().__init__()
         self.thread, self.again = thread, again
 
     def forward(self, x):

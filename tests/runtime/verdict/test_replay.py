@@ -17,7 +17,7 @@ from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.verdict.check import Check, How
 from pipelab.runtime.verdict.verdict import _Pass
 from pipelab.training.trainer import Trainer
-from tests.support import SGD, batches, passing, run_of, stages
+from tests.support import SGD, Layer, batches, passing, run_of, stages
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
 
@@ -280,7 +280,7 @@ class Wanted(nn.Linear):
 )
 def test_a_cut_that_changes_the_model_fails_with_any_number_of_micro_batches(table):
     """Was: where one micro-batch is an update the uncut graph was not asked."""
-    frozen = nn.Linear(6, 6, dtype=torch.float64).requires_grad_(False)
+    frozen = Layer().requires_grad_(False)
     cut = [frozen, Wanted(6, 6, dtype=torch.float64)]
     found = run_of(table, cut).check
     assert "One device would give 1.weight no gradient" in str(found)
@@ -295,7 +295,7 @@ class Doubled(nn.Linear):
 
 
 def test_a_single_micro_batch_is_not_told_that_it_is_divided():
-    frozen = nn.Linear(6, 6, dtype=torch.float64).requires_grad_(False)
+    frozen = Layer().requires_grad_(False)
     cut = [frozen, Doubled(6, 6, dtype=torch.float64)]
     found = run_of(make("gpipe", 2, 1), cut).check
     assert "The stages compute something else than the model in one piece" in str(found)

@@ -48,6 +48,16 @@ def around(monkeypatch, method, function):
     monkeypatch.setattr(TorchStage, method, changed)
 
 
+def broken(monkeypatch, method, function, *given, **options):
+    """The worst tensor of a run with such stages, which fails, and passes without the change."""
+    right = checked(*given, **options)
+    assert right.passed, right
+    around(monkeypatch, method, function)
+    found = checked(*given, **options)
+    assert not found.passed, found
+    return found.worst
+
+
 # ---- right runs
 
 
@@ -232,7 +242,7 @@ def counted(module, x):
     return module.inner(x) * (1 + 0.1 * module.calls)
 
 
-def broken(module, x):
+def dividing(module, x):
     module.mean.copy_(module.mean / 0)  # nan equals nan
     return module.inner(x)
 
@@ -252,7 +262,7 @@ def frozen_in_eight_bits(module, x):
         Forward(counted),
         Forward(frozen_in_eight_bits),
         linear(nn.ReLU(), Eighth()),
-        Forward(broken, mean=torch.zeros(())),
+        Forward(dividing, mean=torch.zeros(())),
         # Was: not checked, since the check itself failed.
         Forward(lambda m, x: m.inner(x), empty=torch.zeros(0, 3)),
         nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
@@ -378,10 +388,7 @@ def slightly_more(stage, call):
 )
 def test_a_frozen_tensor_in_bfloat16_does_not_blur_the_others(monkeypatch, update):
     modules = [half_frozen(), half_frozen()]
-    found = checked(modules, optimizer=MOMENTUM)
-    assert found.passed, found
-    around(monkeypatch, "update", update)
-    assert not checked(modules, optimizer=MOMENTUM).passed
+    broken(monkeypatch, "update", update, modules, optimizer=MOMENTUM)
 
 
 def without(mask):
@@ -405,11 +412,9 @@ def test_small_columns_beside_a_large_one(monkeypatch, optimizer):
     pairs = [(torch.randn(32, 8), torch.randn(32, WIDTH)) for _ in range(2)]
     for x, _ in pairs:
         x[:, 0] = 1.7e9 + 1e6 * x[:, 0]
-    found = checked(modules, pairs, optimizer=optimizer)
-    assert found.passed, found
-    around(monkeypatch, "update", without(torch.arange(8).expand(16, 8) > 0))
-    found = checked(modules, pairs, optimizer=optimizer)
-    assert not found.passed and "0.weight in update 0" in found.worst, found
+    update = without(torch.arange(8).expand(16, 8) > 0)
+    worst = broken(monkeypatch, "update", update, modules, pairs, optimizer=optimizer)
+    assert "0.weight in update 0" in worst
 
 
 def test_rare_rows_of_an_embedding(monkeypatch):
@@ -423,12 +428,9 @@ def test_rare_rows_of_an_embedding(monkeypatch):
     tokens = np.random.default_rng(0).choice(words, 4096, p=share / share.sum())
     tokens[:words] = np.arange(words)
     pairs = [(torch.from_numpy(tokens), torch.randint(0, 8, (4096,)))]
-    arguments = make("gpipe", 2, 4), modules, pairs, F.cross_entropy, torch.optim.Adam
-    found = run(*arguments, autocast=torch.bfloat16).check
-    assert found.passed, found
-    around(monkeypatch, "update", without((rows >= 80)[:, None]))
-    found = run(*arguments, autocast=torch.bfloat16).check
-    assert not found.passed and "0.weight in update 0" in found.worst, found
+    given = modules, pairs, F.cross_entropy, torch.optim.Adam, make("gpipe", 2, 4)
+    update, options = without((rows >= 80)[:, None]), {"autocast": torch.bfloat16}
+    assert "0.weight in update 0" in broken(monkeypatch, "update", update, *given, **options)
 
 
 @pytest.mark.parametrize(
@@ -444,9 +446,8 @@ def test_data_that_are_numbers_of_rows(monkeypatch, function):
     modules = [Forward(function), linear(nn.ReLU())]
     modules[0].rows = nn.Embedding(8, WIDTH)
     pairs = [(torch.cat([torch.arange(8.0)[:, None], x[:, 1:]], 1), y) for x, y in data()]
-    assert checked(modules, pairs).passed
-    around(monkeypatch, "update", without((torch.arange(WIDTH) == 2)[:, None]))
-    assert not checked(modules, pairs).passed
+    update = without((torch.arange(WIDTH) == 2)[:, None])
+    broken(monkeypatch, "update", update, modules, pairs)
 
 
 def test_a_column_that_the_optimizer_leaves_alone(monkeypatch):
@@ -460,12 +461,8 @@ def test_a_column_that_the_optimizer_leaves_alone(monkeypatch):
     modules = [nn.Linear(8, 16), nn.Linear(16, WIDTH)]
     pairs = [(torch.randn(32, 8) * 10.0 ** torch.arange(8), torch.randn(32, WIDTH))]
     optimizer = partial(torch.optim.SGD, lr=1e-9)  # a large step, of which this is a ten-millionth
-    arguments = make("gpipe", 2, 4), modules, pairs, F.mse_loss, optimizer
-    found = run(*arguments).check
-    assert found.passed, found
-    around(monkeypatch, "update", update)
-    found = run(*arguments).check
-    assert not found.passed and found.worst == "weight 0.weight after update 0", found
+    given = modules, pairs, F.mse_loss, optimizer, make("gpipe", 2, 4)
+    assert broken(monkeypatch, "update", update, *given) == "weight 0.weight after update 0"
 
 
 def counting():
@@ -481,24 +478,18 @@ def counting():
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 @pytest.mark.parametrize(("name", "off"), [("seen", 3), ("number", 100), ("counted", 3)])
 def test_counts_are_exact_whatever_the_model_computes_in(monkeypatch, name, off, precision):
-    modules = [counting(), counting()]
-    arguments = GPIPE, modules, data(), F.mse_loss, SGD
-    options = {"autocast": torch.bfloat16}
+    modules, pairs, options = [counting(), counting()], data(), {"autocast": torch.bfloat16}
     if precision == "bfloat16":
+        pairs, options = data(dtype=torch.bfloat16), {}
         for module in modules:
             module.inner.bfloat16()
-        arguments = GPIPE, modules, data(dtype=torch.bfloat16), F.mse_loss, SGD
-        options = {}
-    found = run(*arguments, **options)
-    assert found.check.passed and found.weights[0]["seen"] == 258
+    assert run(GPIPE, modules, pairs, F.mse_loss, SGD, **options).weights[0]["seen"] == 258
 
     def trained(stage, call):
         kept = call()
         return kept | {name: kept[name] + off}
 
-    around(monkeypatch, "trained", trained)
-    found = run(*arguments, **options).check
-    assert not found.passed and f"buffer {name}" in found.worst
+    assert f"buffer {name}" in broken(monkeypatch, "trained", trained, modules, pairs, **options)
 
 
 def test_a_checkpoint_that_lacks_something_fails_the_check(monkeypatch, tmp_path):
@@ -644,11 +635,10 @@ def test_a_wrong_gradient_is_seen_by_micro_batches_too(monkeypatch):
         count, gradients = call()
         return count, [None if g is None else g * 1.01 for g in gradients]
 
-    around(monkeypatch, "backward", wrong)
     modules = [OwnNorm(WIDTH, WIDTH), linear()]
-    options = {"reference": "microbatches"}
-    found = checked(modules, data()[:1], table=make("gpipe", 2, 4), **options)
-    assert not found.passed and "the gradient of 0." in found.worst
+    options = {"table": make("gpipe", 2, 4), "reference": "microbatches"}
+    worst = broken(monkeypatch, "backward", wrong, modules, data()[:1], **options)
+    assert "the gradient of 0." in worst
 
 
 def test_a_loss_that_is_no_mean_is_seen_in_an_evaluation():
