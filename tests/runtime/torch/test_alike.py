@@ -13,30 +13,26 @@ from pipelab import RunError, Trainer, make
 from pipelab.models.gpt2 import next_token_loss
 from pipelab.models.sliced import Sliced
 from tests.runtime.torch import test_slices as slices
-from tests.support import SGD, batches, passing, run_of
+from tests.support import SGD, Layer, batches, passing, run_of
 
 TABLE = make("gpipe", 2, 4, batches=2)
 THIS_MODULE = sys.modules[__name__]
 LOOSE, OTHER = (torch.ones(6, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
 
-def linear():
-    return nn.Linear(6, 6).double()
-
-
 def train(stages, table=TABLE, **options):
     return run_of(table, stages, batches(2, 16), check=False, **options)
 
 
-class Holding(nn.Module):
+class Holding(Layer):
     """A layer with something in a plain attribute, which its forward may use."""
 
     def __init__(self, held, use=lambda held: 0.0):
         super().__init__()
-        self.inner, self.held, self.use = linear(), held, use
+        self.held, self.use = held, use
 
     def forward(self, x):
-        return self.inner(x) + self.use(self.held)
+        return super().forward(x) + self.use(self.held)
 
 
 @dataclass
@@ -57,7 +53,7 @@ HIDDEN = {
 
 @pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN)
 def test_a_layer_of_another_stage_in_a_plain_attribute_is_refused(hide):
-    layer = linear()
+    layer = Layer()
     with pytest.raises(ValueError, match=r"stage 1 uses weight 0.weight of stage 0 .* held"):
         train([nn.Sequential(layer), Holding(hide(layer))])
     train([nn.Sequential(layer.requires_grad_(False)), Holding(hide(layer))])  # it stays as it is
@@ -66,13 +62,13 @@ def test_a_layer_of_another_stage_in_a_plain_attribute_is_refused(hide):
 def test_a_weight_that_no_stage_has_registered_is_told_by_the_first_forward():
     unregistered = [nn.Parameter(torch.ones(6, dtype=torch.float64))]
     with pytest.raises(RunError, match=r"action 1F0: .*held\[0\] uses a weight of shape \(6,\)"):
-        train([linear(), Holding(unregistered, lambda held: held[0])])
+        train([Layer(), Holding(unregistered, lambda held: held[0])])
     # Versions and checkpoints replace what a list still holds.
     own = Holding([], lambda held: held[0].sum())
-    own.held.append(own.inner.weight)
-    train([linear(), own])
+    own.held.append(own.weight)
+    train([Layer(), own])
     with pytest.raises(RunError, match="no longer, where an update or a checkpoint"):
-        train([own, linear()], table=make("pipedream", 2, 4, batches=2))
+        train([own, Layer()], table=make("pipedream", 2, 4, batches=2))
 
 
 def test_a_forward_may_differentiate_by_its_own_input():
@@ -80,7 +76,7 @@ def test_a_forward_may_differentiate_by_its_own_input():
         z = torch.ones(6, dtype=torch.float64).requires_grad_()
         return torch.autograd.grad(z.square().sum(), z, create_graph=True)[0].sum() + 0 * z.sum()
 
-    train([linear(), Holding(None, gradient)])
+    train([Layer(), Holding(None, gradient)])
 
 
 class WithWeight(nn.Module):
@@ -122,22 +118,22 @@ LOSSES = {
 @pytest.mark.parametrize(("loss", "error", "message"), LOSSES.values(), ids=LOSSES)
 def test_a_loss_with_weights_or_a_count_that_depends_on_them_is_refused(loss, error, message):
     with pytest.raises(error, match=message):
-        train([linear(), linear()], loss=loss)
+        train([Layer(), Layer()], loss=loss)
 
 
 def test_a_frozen_weight_in_a_loss_is_none():
-    train([linear(), linear()], loss=WithWeight().requires_grad_(False))
+    train([Layer(), Layer()], loss=WithWeight().requires_grad_(False))
 
 
-class Buffered(nn.Module):
+class Buffered(Layer):
     def __init__(self, buffer, change):
         super().__init__()
-        self.inner, self.change = linear(), change
+        self.change = change
         self.register_buffer("seen", buffer)
 
     def forward(self, x):
         self.change(self)
-        return self.inner(x) * self.seen
+        return super().forward(x) * self.seen
 
 
 def in_place(stage):
@@ -158,7 +154,7 @@ def test_one_buffer_of_two_stages_may_not_change():
 
 
 def test_weights_that_share_memory_without_being_one_are_refused():
-    one, other = linear(), linear()
+    one, other = Layer(), Layer()
     other.weight.data = one.weight.data
     with pytest.raises(ValueError, match="of stage 0 and weight weight of stage 1 share their"):
         train([one, other])
@@ -182,17 +178,16 @@ def test_an_embedding_with_max_norm_has_one_copy(table, replicas):
     passing(TABLE, *given)
 
 
-class Averaging(nn.Module):
+class Averaging(Layer):
     """Keeps an average in a frozen weight."""
 
     def __init__(self):
         super().__init__()
-        self.inner = linear()
         self.mean = nn.Parameter(torch.zeros(6, dtype=torch.float64), requires_grad=False)
 
     def forward(self, x):
         self.mean.data.mul_(0.9).add_(x.detach().mean(0))
-        return self.inner(x)
+        return super().forward(x)
 
 
 class Drawing(torch.optim.SGD):
@@ -201,7 +196,7 @@ class Drawing(torch.optim.SGD):
             p.data += torch.randn_like(p)
 
 
-DIVERGING = {"a forward": (Averaging, SGD, "mean"), "a step": (linear, Drawing, "(weight|bias)")}
+DIVERGING = {"a forward": (Averaging, SGD, "mean"), "a step": (Layer, Drawing, "(weight|bias)")}
 
 
 @several
@@ -212,13 +207,13 @@ def test_copies_that_diverge_are_told_at_the_end(
     message = f"weight {name} of stage . differs between copy 0 of replica 0 and copy"
     options = {"optimizer": optimizer, "replicas": replicas, "save": tmp_path / "kept"}
     with pytest.raises(RunError, match=message) as caught:
-        train([make_stage(), linear()], table, **options)
+        train([make_stage(), Layer()], table, **options)
     assert len(caught.value.run.losses) == 2
     assert not (tmp_path / "kept").exists()
 
 
 def trainer_of(table, replicas, module):
-    stages = [module, linear()]
+    stages = [module, Layer()]
     return Trainer(table.part(0, 1), stages, F.mse_loss, SGD, replicas=replicas, check=False)
 
 
@@ -231,16 +226,16 @@ def test_a_trainer_tells_when_its_weights_are_asked(table, replicas, tmp_path):
                 ask()
 
 
-class Remembering(nn.Module):
+class Remembering(Layer):
     """An average of its inputs, in an attribute that a checkpoint holds."""
 
     def __init__(self):
         super().__init__()
-        self.inner, self.mean, self.calls = linear(), torch.zeros(6, dtype=torch.float64), 0
+        self.mean, self.calls = torch.zeros(6, dtype=torch.float64), 0
 
     def forward(self, x):
         self.mean, self.calls = 0.9 * self.mean + x.detach().mean(0), self.calls + 1
-        return self.inner(x) + 0 * self.mean
+        return super().forward(x) + 0 * self.mean
 
 
 @several
@@ -254,7 +249,7 @@ def test_attributes_that_diverge_are_told_when_they_are_saved(table, replicas, t
 
 
 def test_weights_that_are_nan_are_equal():
-    stages = [linear(), linear()]
+    stages = [Layer(), Layer()]
     stages[0].weight.data[0, 0] = float("nan")
     assert train(stages, finite=False, replicas=2).losses
 
