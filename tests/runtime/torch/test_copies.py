@@ -98,7 +98,7 @@ def moving():
     return [nn.Sequential(Moving(), nn.BatchNorm1d(6).double()), Still()]
 
 
-HANDED_ON = [("dualpipe", 1), ("chimera", 1), ("gpipe", 2), ("chimera", 2)]
+HANDED_ON = [("dualpipe", 1), ("gpipe", 2), ("chimera", 2), *thorough(("chimera", 1))]
 
 
 @pytest.mark.parametrize("backend", ["threads", *thorough("processes")])

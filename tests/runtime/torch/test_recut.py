@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
 from pipelab import Trainer, make
 from pipelab.models import load
 from pipelab.models.sequential import split
+from tests.conftest import thorough
 
 
 def layers():
@@ -92,7 +93,7 @@ def whole(tmp_path_factory):
     return folder, weights
 
 
-@pytest.mark.parametrize("second", [[8], [4, 4], [1, 2, 2, 3], [1, 1, 1, 1, 1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("second", [[8], [1, 2, 2, 3], [1] * 8, *thorough([4, 4])], ids=str)
 def test_a_training_goes_on_in_another_number_of_stages(whole, tmp_path, second):
     folder, expected = whole
     other = begun(folder, tmp_path)

@@ -23,6 +23,7 @@ from pipelab.runtime.torch.device import whole_backward
 from pipelab.runtime.torch.ledger import Saved, storages
 from pipelab.runtime.torch.split_backward import AT_ONCE, Halves
 from pipelab.table.action import Kind
+from tests.conftest import pairs
 from tests.support import batches, passing, run_of, same, stages
 
 H1 = """
@@ -427,13 +428,18 @@ def test_losses_and_weights_are_those_of_1f1b_bit_for_bit():
     assert "I computed" not in repr(result)
 
 
-@pytest.mark.parametrize("behind", [0, 2])
-@pytest.mark.parametrize("name", ["pipedream_flush", "pipedream", "pipedream_2bw"])
-def test_split_backwards_with_versions_recomputation_and_clipping(name, behind):
+@pytest.mark.parametrize(
+    ("name", "behind", "recompute"),
+    pairs(
+        ["pipedream_flush", "pipedream", "pipedream_2bw"],
+        [0, 2],
+        [Recompute.NEVER, Recompute.ALWAYS],
+    ),
+)
+def test_split_backwards_with_versions_recomputation_and_clipping(name, behind, recompute):
     schedule = split_table(make(name, 3, 4, batches=2), behind)
-    options = {"optimizer": torch.optim.Adam, "clip": 0.05}
-    for recompute in (Recompute.NEVER, Recompute.ALWAYS):
-        assert passing(schedule, **options, recompute=recompute).check.ratio == 0
+    options = {"optimizer": torch.optim.Adam, "clip": 0.05, "recompute": recompute}
+    assert passing(schedule, **options).check.ratio == 0
 
 
 def test_replicas_tied_weights_and_masked_micro_batches():
