@@ -1,4 +1,7 @@
-"""What several tests run: small stages, their data, an optimizer, and what goes wrong."""
+"""What several tests run: small stages, their data, an optimizer, and what goes wrong.
+
+A rank that is given one of these imports this file alone, not a file of tests: it is sooner up.
+"""
 
 import copy
 import os
@@ -155,15 +158,32 @@ class Join(Layer):
         return super().forward(parts["y"] + parts["pair"][0]) + parts["rows"][:, None]
 
 
+class Named(Layer):
+    """With a state beside its weights."""
+
+    def get_extra_state(self):
+        return {"name": "first", "scale": torch.ones(1)}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return x, 2 * x
+
+
+class Sum(nn.Module):
+    def forward(self, pair):
+        first, second = pair
+        return first + second
+
+
 class Failing(nn.Module):
     def __init__(self, at, fail):
         super().__init__()
-        self.w, self.calls, self.at, self.fail = (
-            nn.Parameter(torch.ones(6, dtype=torch.float64)),
-            0,
-            at,
-            fail,
-        )
+        self.w = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.calls, self.at, self.fail = 0, at, fail
 
     def forward(self, x):
         self.calls += 1

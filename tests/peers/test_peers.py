@@ -42,7 +42,11 @@ from tests.support import (
     SGD,
     WORKERS,
     Failing,
+    Named,
+    Sum,
+    Twice,
     batches,
+    decaying,
     explode,
     free_port,
     run_of,
@@ -51,11 +55,6 @@ from tests.support import (
 
 RATE = SGD.keywords["lr"]
 Adam = partial(torch.optim.Adam, lr=0.01)
-
-
-def decayed(weights):
-    optimizer = SGD(weights, momentum=0.9)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
 def gradients_of(modules, batch, loss):
@@ -114,7 +113,7 @@ def agree_with_torchgpipe(modules, corpus, optimizer, recompute):
 
 
 @pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize(("samples", "optimizer"), [(8, SGD), (10, decayed)])
+@pytest.mark.parametrize(("samples", "optimizer"), [(8, SGD), (10, decaying)])
 def test_torchgpipe_trains_the_same_weights(samples, optimizer, recompute):
     agree_with_torchgpipe(stages(3), batches(3, samples=samples), optimizer, recompute)
 
@@ -163,17 +162,6 @@ def test_torchgpipe_runs_a_stage_that_returns_its_input(several, recompute):
     table = make("gpipe", 3, 2, batches=2)
     ours = run(table, modules, corpus, F.mse_loss, SGD, recompute=Recompute(recompute))
     agree(ours, found, torchgpipe.schedule_of(3, 2, batches=2))
-
-
-class Twice(nn.Module):
-    def forward(self, x):
-        return x, 2 * x
-
-
-class Sum(nn.Module):
-    def forward(self, pair):
-        first, second = pair
-        return first + second
 
 
 class Cut(nn.Module):
@@ -327,9 +315,9 @@ def test_torch_pipelining_trains_the_same_weights(name, v, m, optimizer):
 def test_torchs_runtime_carries_out_our_tables(name, m):
     """Few micro-batches, and numbers of them that its own schedules refuse."""
     v = 2 if name == "interleaved" else 1
-    modules, corpus = stages(2 * v), batches(2, samples=2 * m)
-    ours = run(make(name, 2, m, virtual=v, batches=2), modules, corpus, F.mse_loss, decayed)
-    theirs = run_torch_pipelining(make(name, 2, m, virtual=v), modules, corpus, F.mse_loss, decayed)
+    given = stages(2 * v), batches(3, samples=2 * m), F.mse_loss, decaying
+    ours = run(make(name, 2, m, virtual=v, batches=3), *given)
+    theirs = run_torch_pipelining(make(name, 2, m, virtual=v), *given)
     agree(ours, theirs, ours.timeline.schedule)
 
 
@@ -428,7 +416,7 @@ def test_torch_pipelining_refuses_sizes_that_do_not_fit(name, count, sizes, mess
 # ---- DeepSpeed
 
 
-@pytest.mark.parametrize(("p", "m", "optimizer"), [(2, 4, decayed), *thorough((3, 2, Adam))])
+@pytest.mark.parametrize(("p", "m", "optimizer"), [(2, 4, decaying), *thorough((3, 2, Adam))])
 def test_deepspeed_trains_the_same_weights_and_prints_nothing(p, m, optimizer, capfd):
     """Nor does it clip gradients to a norm of 1, its default."""
     modules, corpus = stages(p), batches(3, samples=2 * m)
@@ -517,14 +505,6 @@ TRAIN = {
 PEERS = pytest.mark.parametrize("train", TRAIN.values(), ids=TRAIN)
 
 
-class Named(nn.Linear):
-    def get_extra_state(self):
-        return {"name": "first", "scale": torch.ones(1)}
-
-    def set_extra_state(self, state):
-        pass
-
-
 @PEERS
 def test_each_module_trains_or_evaluates_as_its_training_says_and_is_left_alone(train):
     """Nor does BatchNorm count a forward that only finds out shapes; batches get no gradients, and
@@ -532,7 +512,7 @@ def test_each_module_trains_or_evaluates_as_its_training_says_and_is_left_alone(
     modules, corpus = stages(2), batches(2)
     modules[0].append(nn.BatchNorm1d(6).double())
     modules[1].extend([nn.BatchNorm1d(6).double().eval(), nn.Dropout(0.9).eval()])
-    modules[1].append(Named(6, 6).double())
+    modules[1].append(Named())
     ours = run_of(make("gpipe", 2, 2, batches=2), modules, corpus, check=False)
     given = [*nn.ModuleList(modules).parameters()]
     before = [p.clone() for p in given]

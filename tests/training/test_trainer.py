@@ -25,8 +25,10 @@ from tests.support import (
     PYTHON,
     SGD,
     WORKERS,
+    Failing,
     Layer,
     batches,
+    explode,
     passing,
     plainly,
     run_of,
@@ -482,27 +484,14 @@ def test_outside_of_its_block_it_has_no_ranks():
         list(trainer.fit(batches(1)))
 
 
-class Bad(Layer):
-    """Does something in its third batch's first forward."""
-
-    def __init__(self, action):
-        super().__init__()
-        self.action, self.seen = action, 0
-
-    def forward(self, x):
-        self.seen += 1
-        if self.seen == 9:
-            self.action()
-        return super().forward(x)
-
-
-def divide():
-    return 1 / 0
+def bad(action):
+    """A stage that does something in its third batch's first forward."""
+    return Failing(8, action)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stage_that_raises_ends_the_training(backend):
-    modules = [*stages(2), Bad(divide)]
+    modules = [*stages(2), bad(explode)]
     known = threading.active_count()
     with training(modules=modules, backend=backend, check=False) as trainer:
         with pytest.raises(RunError, match=r"device 2, action 2F8: ZeroDivisionError"):
@@ -519,7 +508,7 @@ def test_a_rank_that_dies_or_hangs_while_it_is_busy(how):
         signal.raise_signal: (signal.SIGKILL, "action 2F8: its process was killed by SIGKILL"),
         time.sleep: (1000, "no action ended within 15 s: .*device 2 at 2F8"),
     }[how]
-    modules = [*stages(2), Bad(partial(how, value))]
+    modules = [*stages(2), bad(partial(how, value))]
     options = {"backend": "processes", "check": False, "timeout": 15.0}
     with training(modules=modules, **options) as trainer, pytest.raises(RunError, match=told):
         list(trainer.fit(batches(5)))
