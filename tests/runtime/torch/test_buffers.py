@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipelab import Recompute, make
+from pipelab.runtime.torch.buffers import load_buffers
 from tests.support import Layer, batches, passing, resumed, run_of, same
 
 
@@ -131,6 +132,13 @@ def test_changing_buffers_are_resumed(kind, tmp_path):
     # Was: refused, or copied into one of another shape, where a forward had put another tensor.
     # Was: what is in no state dict began anew, also in the check, which passed.
     resumed(tmp_path / "saved", make("gpipe", 2, 2, batches=4), changing(kind, 2))
+
+
+def test_a_buffer_in_two_places_stays_one_when_another_is_loaded():
+    module = nn.Sequential(InPlace(), InPlace())
+    module[1].mean = module[0].mean
+    load_buffers(module, {"0.mean": torch.ones(3)}, torch.device("cpu"))
+    assert module[1].mean is module[0].mean and module[0].mean.tolist() == [1, 1, 1]
 
 
 class Masked(Layer):

@@ -22,16 +22,7 @@ from gpu.cases import CASES
 from pipelab import RunError, Schedule, Trainer, make
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch, Order
-from pipelab.runtime.torch import (
-    backend,
-    cuda,
-    device,
-    groups,
-    processes,
-    ranks,
-    streams,
-    weights,
-)
+from pipelab.runtime.torch import backend, cuda, device, groups, processes, ranks, streams, weights
 from pipelab.table.action import HOST
 from tests.runtime.torch.test_overlapped import OVERLAPPED
 from tests.support import PYTHON, SGD, passing, run_of, stages
