@@ -159,7 +159,7 @@ class Prediction:
 
     costs NAME=X,...  predict for these costs, as simulate takes them; with --profile: its transfer
         and bandwidth
-    profile FILE  predict for this profile
+    profile FILE  predict for this profile (see partition)
     memory X  predicted: micro-batches whose activations fit on a device (default: no limit)
     whole  predicted: bounds of schedules that do not split backwards
     """

@@ -68,7 +68,7 @@ def check_targets(**targets: str | None) -> None:
         if path.exists() and not path.is_file() and not path.is_dir():  # such as /dev/stdout
             continue
         if not home.is_dir():
-            raise ValueError(f"--{option} {path}: there is no folder {path.parent}")
+            raise ValueError(f"--{option} {path}: there is no folder {path.parent}: make it first")
         try:
             tempfile.TemporaryDirectory(dir=home).cleanup()
         except OSError as error:

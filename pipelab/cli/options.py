@@ -135,6 +135,8 @@ def read_values(pairs: Iterable[tuple[str, str]], known: Mapping[str, Read]) -> 
         if key not in known:
             near = get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}? " if near else ""
+            if key == "backward":
+                hint = "give input_grad= and weight_grad=, whose sum it is. "
             raise ValueError(f"{key}={value:.40}: {hint}There are {', '.join(known)}")
         if key in found:
             raise ValueError(f"{key} is given twice: give it once")
@@ -156,6 +158,8 @@ def described(
     if not name or name in names:
         return name, found, False
     if not os.path.lexists(name):
+        if "/" in name or name.endswith(".json"):
+            raise ValueError(f"{name}: there is no such file")
         there = f"there are {', '.join(names)}, or " if names else ""
         raise ValueError(f"unknown {what} {name!r}: {there}give a JSON file, or NAME=VALUE,...")
     try:
@@ -225,8 +229,9 @@ class Table:
         else:
             if name not in SCHEDULES:
                 make(name, 1, 1)  # raises, with the nearest name
-            if self.devices is None or self.microbatches is None:
-                raise ValueError(f"{name} needs --devices and --microbatches")
+            needed = [size for size in ("devices", "microbatches") if sizes[size] is None]
+            if needed:
+                raise ValueError(f"{name} needs {' and '.join(map(written, needed))}")
             if "reads" in given:
                 given["reads"] = Reads[given["reads"].upper()]
             lengths = given.pop("slices", ())
@@ -238,6 +243,7 @@ class Table:
         return table
 
 
+NAMED = {"pipedream_flush": "pipedream_flush (1F1B)"}
 LINE = re.compile(r"^(\w+) ?(\S*) {2,}(\S.*(?:\n {4,}.*)*)\n?", re.M)
 
 
@@ -252,18 +258,20 @@ def told(text: str) -> dict[str, tuple[str, str]]:
 
 HELP = told(
     f"""
-name NAME  {", ".join(sorted(SCHEDULES))}, or a CSV file. More as NAME,longest=4 (interleaved),
-    slices=4 (how many, or their lengths), overlap=yes, offload=yes, reads=first (versions)
+name NAME  {", ".join(NAMED.get(name, name) for name in sorted(SCHEDULES))}, or a CSV file. After
+    the name: interleaved,longest=4 or slices=4 (how many, or their lengths), overlap=yes,
+    offload=yes, reads=first (versions)
 schedule NAME  the schedule that ran: its name or a CSV file
-devices N  how many, a row of the table each
+devices N  number of devices, a row of the table each
 microbatches N  per batch
 batches N  one after another
 virtual N  stages a device (interleaved, looped_bfs)
 memory X  micro-batches whose activations fit on a device (zb, zb_v)
 costs NAME=X,...  one X or one per stage (forward=1,2,1,1; transfer per link, speed per device), or
-    a JSON file as `run --fit` writes it. Seconds: forward input_grad weight_grad transfer update
-    overhead together; bytes: weights optimizer activations weight_activations boundary; bytes/s:
-    bandwidth host; speed, recompute, attention
+    a JSON file as `run --fit` writes it. Seconds: forward input_grad weight_grad (1; a backward is
+    both) transfer update overhead (0) together; bytes: weights optimizer activations
+    weight_activations boundary; bytes/s: bandwidth host; speed (0.5: half as fast), recompute,
+    attention
 model MODEL  mlp, gpt2, or a folder of a causal language model
 seed N  of random weights and data
 dropout X  of mlp and gpt2

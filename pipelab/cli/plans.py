@@ -77,7 +77,8 @@ def partition(
 ) -> None:
     """Cut a model's layers into stages.
 
-    profile FILE  JSON of `profile`, or PipeDream's graph.txt
+    profile FILE  JSON, as pipelab.optimize.cut.profile(layers, sample).to_json() makes it in
+        Python, or PipeDream's graph.txt
     devices N  one stage each; pipedream may give a stage several
     method NAME  {methods}
     memory BYTES  of a device
@@ -156,8 +157,8 @@ def plan(
 
     devices N  all of them
     batch N  samples, of all devices
-    model MODEL  {models}; or a JSON file of sizes, or a measured profile; changed by, or just,
-        NAME=X,... of {sizes}
+    model MODEL  {models}; or a JSON file of sizes, or a measured profile (see partition); changed
+        by, or just, NAME=X,... of {sizes}
     machine MACHINE  {machines}; or a JSON file; changed by, or just, NAME=X,... of {numbers}
     training NAME=X,...  devices that may share a layer: tensor=1,2,4, a sequence: context, experts:
         expert; slices=2,4 of sequences; zero=0, 1 or 3; optimizer: bytes per byte of weights; yes
@@ -181,7 +182,7 @@ def plan(
     if json:
         print(dumps({**answer.to_json(), "start": start}))
         return
-    print(answer, "start it, on a small GPT-2 with these stages:", sep="\n")
+    print(answer, "start it, in Python or on a small GPT-2 with these stages:", sep="\n")
     print(*(f"  {line}" for line in start), sep="\n")
 
 

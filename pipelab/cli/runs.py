@@ -108,7 +108,7 @@ def run(
         write_text(trace, lambda: dumps(to_trace(result.timeline)))
         if balance != "uniform":
             _tell_balance(parts[0], json)
-        _tell(result, costs, json)
+        _tell(result, costs, bool(paced), json)
 
 
 def _tell_balance(stages: Sequence[Any], json: bool) -> None:
@@ -118,12 +118,13 @@ def _tell_balance(stages: Sequence[Any], json: bool) -> None:
     )
 
 
-def _tell(result: Any, costs: Costs, json: bool) -> None:
+def _tell(result: Any, costs: Costs, paced: bool, json: bool) -> None:
     explanation = explain(costs, result.timeline)
     if json:
         print(as_json(_report(result, costs) | {"explained": explanation.causes}))
     else:
         print(result.timeline.summary())
+        print("from the costs it was paced by:" if paced else "from its own mean costs:")
         print(explanation)
         print("losses", *(f"{x:.4f}" for x in result.losses))
         print(result.check)

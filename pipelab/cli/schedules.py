@@ -15,7 +15,7 @@ from pipelab.measure.trace import to_trace
 
 @command(
     "gpipe --devices 4 --microbatches 8 --plot gpipe.png",
-    "interleaved --devices 4 --microbatches 8 --virtual 2 --costs forward=1,input_grad=2",
+    "interleaved --devices 4 --microbatches 8 --virtual 2 --costs forward=1,transfer=0.25",
 )
 def simulate(
     table: Table,

@@ -103,10 +103,11 @@ def diagnose(timeline: Timeline) -> Diagnosis:
     order              the rest of what such a pipeline waits in this order of actions
 
     The changes are simulations under `fit(timeline)`: perfect balance, each device's work spread
-    evenly (the name says how far the slowest exceeds the mean); free transfers; twice the
-    micro-batches, of the same size (a batch twice as large) or half (overhead and transfer stay the
-    same); and other schedules of the same micro-batches, with a device's work divided evenly among
-    its chunks. Raises ValueError for a table with transfers.
+    evenly (the name says how far the slowest exceeds the mean); messages that take no time,
+    with what an action that waited for one loses before it starts (in `fit` a part of the transfer,
+    above of the overhead); twice the micro-batches, of the same size (a batch twice as large) or
+    half (overhead and transfer stay the same); and other schedules of the same micro-batches, with
+    a device's work divided evenly among its chunks. Raises ValueError for a table with transfers.
 
     >>> from pipelab import Costs, make, simulate
     >>> found = diagnose(simulate(make("gpipe", 2, 4), Costs(forward=[1, 2])))
@@ -207,7 +208,7 @@ def _what_ifs(s: Schedule, costs: Costs) -> Iterator[WhatIf]:
     most = run.ideal or 1.0
     excess = f"device {run.busy.index(run.ideal)} hands on {1 - fmean(run.busy) / most:.0%}"
     yield tried(f"perfect balance: {excess} of its work", s, _balanced(costs))
-    yield tried("transfers take no time", s, replace(costs, transfer=0.0))
+    yield tried("messages and waking up for them take no time", s, replace(costs, transfer=0.0))
     if not s.training:
         return
     virtual = max(s.stages // s.devices, 1)

@@ -120,7 +120,10 @@ MANY = "more than 10,000,000 actions"
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("simulate gpipe --devices 4", "gpipe needs --devices and --microbatches"),
+        ("simulate gpipe", "gpipe needs --devices and --microbatches"),
+        ("simulate gpipe --devices 4", "gpipe needs --microbatches"),
+        (f"simulate {SMALL} --costs backward=2", "backward=2: give input_grad= and weight_grad="),
+        ("plan --devices 2 --batch 4 --machine A100-80GB --model no.json", "no.json: there is no"),
         ("simulate gpip --devices 4 --microbatches 8", "did you mean gpipe?"),
         ("simulate gpip", "did you mean gpipe?"),
         (f"simulate {FOUR} --virtual 2", "gpipe fixes its number of stages"),
@@ -162,7 +165,7 @@ MANY = "more than 10,000,000 actions"
         (f"simulate {SMALL} --costs forwad=1", "--costs: forwad=1: did you mean forward? There"),
         (f"simulate {SMALL} --costs förward=1", "förward=1: did you mean forward?"),
         (f"simulate {SMALL} --costs=", "--costs: '': give a name, a file or NAME=VALUE"),
-        (f"simulate {SMALL} --costs nothing.json", "unknown costs 'nothing.json': give a JSON"),
+        (f"simulate {SMALL} --costs nothing.json", "nothing.json: there is no such file"),
         (f"simulate {SMALL} --costs forward=1,forward=2", "forward is given twice"),
         (f"simulate {SMALL.replace('gpipe', 'gpipe,overlap=1')}", "overlap='1': give yes or no"),
         (f"simulate {SMALL} --device 2", "--device: not an option; did you mean --devices?"),

@@ -491,7 +491,7 @@ def test_changes_are_simulated():
     forwards = diagnose(simulate(t.schedule.forward_only(), costs))
     assert [w.change.split(":")[0] for w in forwards.what_ifs] == [
         "perfect balance",
-        "transfers take no time",
+        "messages and waking up for them take no time",
     ]
 
 

@@ -65,7 +65,7 @@ class Answer:
             f"  seconds: {', '.join(parts)}",
             f"  {techniques(problem)}",
             *self._model_lines(),
-            f"  {best.gap:.1%} above a lower bound for any order in these stages and this memory",
+            f"  gap {best.gap:.1%}: above a bound for any order in these stages and this memory",
             f"runners-up ({self.choices:,} choices, {self.simulated} simulated):",
         ]
         for number, (decision, found, _, why) in enumerate(self.runners_up, 1):
@@ -95,7 +95,8 @@ class Answer:
         peak = f"{machine.share:g} of a peak of {machine.flops / 1e12:.4g} TFLOP/s"
         return [
             f"  {every} parameters" + (f", of which a token meets {active}" * (model.experts > 1)),
-            f"  products reach {peak} ({machine.share_text}); another: the machine's share=",
+            f"  products reach {peak} ({machine.share_text}); to assume another, "
+            "give the machine its share=",
         ]
 
     def to_json(self) -> dict[str, Any]:
