@@ -28,6 +28,7 @@ for _name, _value in {
     "jax_compilation_cache_dir": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(_folder)),
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_traceback_in_locations_limit": 0,  # programs need no line of whom they are of
 }.items():
     os.environ[_name.upper()] = str(_value)  # for processes that tests start
     jax.config.update(_name, _value)

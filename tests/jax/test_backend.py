@@ -304,30 +304,6 @@ def test_a_paced_run_shows_the_predicted_times():
     assert max(result.timeline.end) / 0.02 >= simulate(schedule, costs).makespan * 0.99
 
 
-def test_everything_is_compiled_before_the_clock_starts(monkeypatch):
-    cases = [
-        (make("gpipe", 2, 4, batches=2), np.float32, {"recompute": Recompute.EXCEPT_LAST}),
-        # Gradients of bfloat16 are added up in float32.
-        (make("gpipe", 2, 4, batches=2), jnp.bfloat16, {"optimizer": optax.adam(1e-2)}),
-        (make("interleaved", 2, 4, batches=2, virtual=2), np.float32, {"clip": 1.0}),
-        (split_gpipe(2, 4), np.float32, {"seed": 3}),
-    ]
-    jax.clear_caches()  # of functions that other tests have used
-    work = Worker.work
-
-    def work_without_tracing(worker, order):
-        with jax.no_tracing():  # an action that has to compile something raises
-            return work(worker, order)
-
-    monkeypatch.setattr(Worker, "work", work_without_tracing)
-    # Each has a width of its own: what one has compiled is not another one's.
-    for width, (schedule, kind, options) in enumerate(cases, start=16):
-        x, y = np.ones((2, 10, width), np.float32)  # in 3, 3, 2 and 2
-        layers = mlp(schedule.stages, width)
-        parts = [(f, jax.tree.map(lambda w, kind=kind: w.astype(kind), p)) for f, p in layers]
-        train(schedule, parts, [(x, y)] * schedule.batches, check=False, **options)
-
-
 @pytest.mark.parametrize("by", ["name", "device"])
 def test_stages_are_on_the_devices_that_are_named(by, monkeypatch):
     seen = set()
@@ -519,3 +495,30 @@ def test_a_mutable_array_stays_within_a_stage():
     with pytest.raises(ValueError, match=r"stage 1, parameters: type mutable array"):
         train(table, [parts[0], (doubled, jax.new_ref(jnp.ones(3)))], data)
     assert ref[...] == 0
+
+
+# ---- before the clock: last, since what other tests have compiled is forgotten
+
+
+def test_everything_is_compiled_before_the_clock_starts(monkeypatch):
+    cases = [
+        (make("gpipe", 2, 4, batches=2), np.float32, {"recompute": Recompute.EXCEPT_LAST}),
+        # Gradients of bfloat16 are added up in float32.
+        (make("gpipe", 2, 4, batches=2), jnp.bfloat16, {"optimizer": optax.adam(1e-2)}),
+        (make("interleaved", 2, 4, batches=2, virtual=2), np.float32, {"clip": 1.0}),
+        (split_gpipe(2, 4), np.float32, {"seed": 3}),
+    ]
+    jax.clear_caches()  # of functions that other tests have used
+    work = Worker.work
+
+    def work_without_tracing(worker, order):
+        with jax.no_tracing():  # an action that has to compile something raises
+            return work(worker, order)
+
+    monkeypatch.setattr(Worker, "work", work_without_tracing)
+    # Each has a width of its own: what one has compiled is not another one's.
+    for width, (schedule, kind, options) in enumerate(cases, start=16):
+        x, y = np.ones((2, 10, width), np.float32)  # in 3, 3, 2 and 2
+        layers = mlp(schedule.stages, width)
+        parts = [(f, jax.tree.map(lambda w, kind=kind: w.astype(kind), p)) for f, p in layers]
+        train(schedule, parts, [(x, y)] * schedule.batches, check=False, **options)

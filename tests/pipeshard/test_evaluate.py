@@ -52,11 +52,11 @@ def copies(monkeypatch):
 @pytest.mark.parametrize(
     "method",
     [
-        Pipeshard(1, devices=4),
+        Pipeshard(1, stages=2, devices=2),
         *thorough(Pipeshard(4, stages=2, schedule="gpipe")),
         Pipeshard(8, stages=ManualStages([[0], [1, 2, 3]], meshes=[1, 3]), devices=4),
         Pipeshard(4, schedule="interleaved", virtual=2, devices=2),
-        Pipeshard(2, schedule="zb_h1", devices=4),
+        Pipeshard(2, stages=2, schedule="zb_h1", devices=2),
     ],
 )
 def test_it_equals_the_plain_function_before_and_after_training(method, copies):

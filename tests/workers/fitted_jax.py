@@ -37,7 +37,8 @@ def same(rows, data, given, mine):
 
     import pipelab
 
-    for name in ("pipedream_flush", "pipedream"):
+    # Three processes take long: without a flush alone.
+    for name in ("pipedream_flush", "pipedream") if rows == 4 else ("pipedream",):
         long = pipelab.make(name, rows, 3, batches=3)
         whole = pipelab.run(long, given[0], data, *given[1:], backend="jax", check=False)
         one = pipelab.make(name, rows, 3)
