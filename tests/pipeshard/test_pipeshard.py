@@ -1017,50 +1017,40 @@ def cast(state, batch):
     return descend(grad(mse)(low, batch), state)
 
 
+def stepped(gradients):
+    """A step by these gradients, (parameters, batch) -> gradients."""
+    return lambda state, batch: descend(gradients(state, batch), state)
+
+
+def through(network):
+    """A step by the marked gradient of a loss with this network."""
+    return stepped(grad(partial(mse, forward=network)))
+
+
 @pytest.mark.parametrize(
     ("step", "match"),
     [
-        (
-            lambda s, b: descend(jax.grad(mse)(s, b), s),
-            "has no marked gradient: call pipelab.pipeshard.grad",
-        ),
+        (stepped(jax.grad(mse)), "has no marked gradient: call pipelab.pipeshard.grad"),
         (twice, r"takes 2 gradients \(.*test_pipeshard.py:\d+ and .*\): take one"),
         (looped, r"the gradient is taken inside scan \(.*test_pipeshard.py:\d+\)"),
         (outside, r"dot_general \(.*\) reads the batch outside the loss: .*has_aux=True"),
         (lambda s, b: (*descend(grad(mse)(s, b), s)[:1], b["x"]), "returns a part of its batch"),
-        (
-            lambda s, b: (s, value_and_grad(mse)(s, b)[0]),
-            "no result of the train step depends on the gradients",
-        ),
-        (
-            lambda s, b: descend(grad(lambda s: mse(s, b, unmarked))(s), s),
-            "no pipeline boundary: call mark_pipeline_boundary",
-        ),
-        (
-            lambda s, b: descend(grad(lambda s: mse(s, b, in_scan))(s), s),
-            r"marked inside scan \(.*py:\d+\), which",
-        ),
-        (
-            lambda s, b: descend(grad(jax.checkpoint(mse))(s, b), s),
-            r"marked inside (checkpoint|remat)",
-        ),
-        (
-            lambda s, b: descend(grad(lambda s: mse(s, b, scanned))(s), s),
-            r"a scan over layers \(.*py:\d+\) is one equation, .* make it two or more",
-        ),
+        (lambda s, b: (s, value_and_grad(mse)(s, b)[0]), "no result .* depends on the gradients"),
+        (through(unmarked), "no pipeline boundary: call mark_pipeline_boundary"),
+        (through(in_scan), r"marked inside scan \(.*py:\d+\), which"),
+        (stepped(grad(jax.checkpoint(mse))), r"marked inside (checkpoint|remat)"),
+        (through(scanned), r"a scan over layers \(.*py:\d+\) is one .* make it two or more"),
         (
             lambda s, b: descend(grad(mse)(s, b), s) if s[0]["b"].sum() else s,
             r"the value of argument 0\[0\]\['b'\] in Python \(.*test_pipeshard.py:\d+: Attempted",
         ),
         (joined, r"concatenate \(.*py:\d+\) joins arrays of stages \d and \d in the update"),
         (
-            lambda s, b: descend(grad(lambda p: jax.lax.cond(True, mse, mse, p, b))(s), s),
+            stepped(grad(lambda p, b: jax.lax.cond(True, mse, mse, p, b))),
             r"marked inside cond \(.*py:\d+\)",
         ),
         (
-            lambda s, b: descend(
-                grad(lambda p: mse(p, {"x": b["x"], "y": np.ones((32, 3))}))(s), s
-            ),
+            stepped(grad(lambda p, b: mse(p, b | {"y": np.ones((32, 3))}))),
             "the batch of 32 samples but not on 8 of them",
         ),
         (cast, "the gradient is taken by a bfloat16.* that the step computes"),
@@ -1127,25 +1117,19 @@ def test_batches_without_samples_or_of_unequal_numbers(batch, rest, match):
 
 def test_options_are_bound_beforehand():
     step = jax.jit(lambda s, b, train=True: descend(grad(mse)(s, b), s), static_argnames="train")
-    pipeline = parallelize(step, Pipeshard(4))
+    pipeline = parallelize(step, PAIR)
+    match = r"unexpected keyword argument 'train': .*partial\(step, train=False\)"
     for call in (pipeline, pipeline.compile, pipeline.compare):
-        with pytest.raises(
-            TypeError, match=r"unexpected keyword argument 'train': .*partial\(step, train=False\)"
-        ):
-            call(network(), data(32), train=False)
-    with pytest.raises(PipeshardError, match=r"static arguments, .* functools.partial"):
-        pipeline(network(), data(32), False)
-    with pytest.raises(
-        PipeshardError,
-        match=r"of argument 2, False, in Python \(.*test_pipeshard.py:\d+: .* functools.partial",
-    ):
-        parallelize(lambda s, b, train: descend(s, s) if train else s, Pipeshard(4))(
-            network(), data(32), False
-        )
-    with pytest.raises(
-        PipeshardError, match=r"argument 2 is 'abc', not an array: bind it by functools.partial"
-    ):
-        pipeline(network(), data(32), "abc")
+        with pytest.raises(TypeError, match=match):
+            call(FEW, data(32), train=False)
+    choosing = parallelize(lambda s, b, train: descend(s, s) if train else s, PAIR)
+    for call, option, match in [
+        (pipeline, False, r"static arguments, .* functools.partial"),
+        (choosing, False, r"of argument 2, False, in Python \(.*test_pipeshard.py:\d+: .*partial"),
+        (pipeline, "abc", "argument 2 is 'abc', not an array: bind it by functools.partial"),
+    ]:
+        with pytest.raises(PipeshardError, match=match):
+            call(FEW, data(32), option)
     assert parallelize(partial(step, train=False), PAIR).compare(FEW, data(32)).passed
 
 
