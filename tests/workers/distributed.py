@@ -77,14 +77,13 @@ class Job:
         self.parts = mlp(4, width=8, layers=1)
         name = twist if twist in pipelab.SCHEDULES else "pipedream_flush"
         virtual = 2 if name == "interleaved" else 1
-        microbatches = 5 if twist == "uneven" or (twist == "differ" and number == 1) else 4
+        microbatches = 5 if twist == "keys" or (twist == "differ" and number == 1) else 4
         rows = 2 if name in ("interleaved", "zb_v", "dualpipe_v") else 4
         self.schedule = pipelab.make(name, rows, microbatches, batches=2, virtual=virtual)
         self.options = {
             "gpipe": {"clip": 0.05},
             "idle": {"devices": "cpu:0"},
             "paced": {"pace": 0.02},
-            "uneven": {"devices": "cpu"},
             "keys": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]},
             # Longer than one process may be ahead of another when they begin to meet.
             "stop": {"timeout": 8.0},
