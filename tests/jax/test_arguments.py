@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import tests.jax_setup  # isort: skip  # noqa: F401
 import jax
@@ -13,6 +14,7 @@ import pytest
 from flax import linen, nnx
 
 from pipelab import RunError, evaluate, make, run
+from pipelab.jax.device import _in_turn as in_turn
 from pipelab.jax.device import jax_meshes
 from pipelab.jax.stage import JaxStage
 from tests.conftest import Wrapping, thorough
@@ -223,6 +225,11 @@ def test_an_optimizer_that_looks_at_each_tensor_alone_trains(optimizer):
 def test_devices_themselves_are_taken_in_turn(devices, of_rows):
     meshes = jax_meshes(devices(jax.devices()), len(of_rows))
     assert [device.id for mesh in meshes for device in mesh.devices.flat] == of_rows
+
+
+def test_neighbouring_rows_are_one_processs():
+    pool = [SimpleNamespace(process_index=q, id=2 * q + i) for q in range(3) for i in range(2)]
+    assert [device.id for device in in_turn(pool, 4)] == [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
