@@ -582,7 +582,7 @@ def counted_mean(y, goal, keep):
     return ((y - goal) ** 2).mean(1)[keep].mean(), keep.sum()
 
 
-@pytest.mark.parametrize("share", [0.1, 1e-3])
+@pytest.mark.parametrize("share", [0.1, 1e-3, 5e-6])
 def test_such_a_loss_is_seen_where_it_takes_the_output_in_float32(share):
     # Was: only from some percent of the gradient on, as where a layer computes in bfloat16.
     def loss(y, target):
