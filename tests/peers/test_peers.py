@@ -284,13 +284,6 @@ def test_torchgpipes_balance_is_no_more_than_a_layer_off_the_best():
         assert best <= theirs <= best + max(times)
 
 
-def test_torchgpipes_balance_by_size_is_for_cuda_alone():
-    from torchgpipe.balance import balance_by_size
-
-    with pytest.raises(ValueError, match="only CUDA"):
-        balance_by_size(2, nn.Sequential(nn.Linear(6, 6)), torch.ones(4, 6), device="cpu")
-
-
 # ---- torch.distributed.pipelining
 
 

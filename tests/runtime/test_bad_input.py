@@ -346,8 +346,10 @@ def test_a_failing_run_is_freed_at_once(what):
 # ---- what the caller is in, or gives
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
+@pytest.mark.parametrize(
+    ("recompute", "backend"),
+    [(Recompute.NEVER, "threads"), (Recompute.ALWAYS, "threads"), (Recompute.ALWAYS, "processes")],
+)
 def test_a_caller_in_inference_mode_trains_all_the_same(recompute, backend):
     # Was: "Inference tensors cannot be saved for backward".
     norm = nn.BatchNorm1d(6, dtype=torch.float64)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from pipelab import Trainer, make
 from pipelab.models.sequential import split
+from tests.conftest import thorough
 from tests.support import ADAM, batches, stages
 from tests.training.test_trainer import training
 
@@ -41,10 +42,18 @@ def tied_layers():
     return [first, nn.Tanh(), nn.Linear(3, 3).double(), nn.Tanh(), last]
 
 
+CLIPPED, REPLICAS = {"clip": 0.1}, {"replicas": 2}
+PROCESSES = {"backend": "processes", "clip": 0.1}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"clip": 0.1}, {"replicas": 2}, {"backend": "processes", "clip": 0.1}], ids=str
+    ("options", "check"),
+    [
+        *(({}, 2), (CLIPPED, False), (REPLICAS, 2), (REPLICAS, False), (PROCESSES, False)),
+        *thorough(({}, False), (CLIPPED, 2), (PROCESSES, 2)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("check", [False, 2])
 def test_norms_and_rates_are_a_plain_loops(options, check):
     x = torch.randn(5, 2, 8, 3, dtype=torch.float64)
     data = [(a, b) for a, b in x]
