@@ -15,7 +15,7 @@ from pipelab.pipeshard import (
     value_and_grad,
 )
 from pipelab.pipeshard.batch.microbatches import Combine
-from tests.pipeshard.test_pipeshard import arrays, data
+from tests.pipeshard.steps import arrays, data
 
 TWO = jax.devices()[:2]
 PARAMS = arrays((6, 5), (5, 3))

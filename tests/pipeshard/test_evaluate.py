@@ -15,7 +15,7 @@ from pipelab.pipeshard import ManualStages, Pipeshard, PipeshardError, call, par
 from pipelab.pipeshard.auto import AutoLayers, AutoStages
 from pipelab.table.transform import forward_only
 from tests.conftest import thorough
-from tests.pipeshard.test_pipeshard import data, forward, mse, network, step_of, worst
+from tests.pipeshard.steps import data, forward, mse, network, step_of, worst
 
 TRAIN, START = step_of(mse, optax.adam(1e-3))
 

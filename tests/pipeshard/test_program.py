@@ -21,7 +21,7 @@ from pipelab.pipeshard import (
     value_and_grad,
 )
 from tests.conftest import thorough
-from tests.pipeshard.test_pipeshard import arrays, data, mse, network, step_of, worst
+from tests.pipeshard.steps import arrays, data, mse, network, step_of, worst
 
 
 def live():

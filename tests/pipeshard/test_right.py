@@ -24,7 +24,7 @@ from pipelab.pipeshard import (
 from pipelab.pipeshard.batch.microbatches import Combine, How
 from pipelab.pipeshard.tracing import Arguments
 from tests.conftest import thorough
-from tests.pipeshard.test_pipeshard import arrays, data, worst
+from tests.pipeshard.steps import arrays, data, worst
 
 TWO = jax.devices()[:2]
 

@@ -14,7 +14,7 @@ import tests.jax_setup  # noqa: F401
 from pipelab.pipeshard import ManualStages, Pipeshard, mark_pipeline_boundary, parallelize
 from pipelab.pipeshard.auto.hlo import collectives
 from tests.conftest import thorough
-from tests.pipeshard.test_pipeshard import assert_equal, data, mse, network, step_of, worst
+from tests.pipeshard.steps import assert_equal, data, mse, network, step_of, worst
 
 MICRO = 4
 

@@ -1,4 +1,4 @@
-"""What test_jax_distributed starts as every process: a pipeline for each of the twists it names.
+"""What jax/test_distributed starts as every process: a pipeline for each of the twists it names.
 
 The last line that it prints is JSON, with an object per twist. Where there are several, one that
 fails has its error there, and the next is tried.

@@ -1,4 +1,4 @@
-"""What test_pipeshard_distributed starts as every process: pipelines of a train step by name.
+"""What test_hosts starts as every process: pipelines of a train step by name.
 
 The last line that it prints is JSON, with an object per case. Where there are several, one that
 fails has its error there, and the next is tried.
