@@ -24,15 +24,14 @@ numbers = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.0]) | st.floats(0, 4).map(lambd
 
 @st.composite
 def costs_of(draw, stages, **more):
-    several = st.lists(numbers, min_size=stages, max_size=stages)
-    each = numbers | several
+    each = numbers | st.lists(numbers, min_size=stages, max_size=stages)
     return Costs(
         *(draw(each) for _ in PASSES),
         transfer=draw(st.sampled_from([0.0, 0.5, 2.0])),
         update=draw(st.just(0.0) | each),
         overhead=draw(st.sampled_from([0.0, 0.25])),
-        activations=draw(several),
-        weight_activations=draw(st.none() | several),
+        activations=draw(each),
+        weight_activations=draw(st.none() | each),
         **{name: draw(strategy) for name, strategy in more.items()},
     )
 
@@ -353,8 +352,11 @@ def test_every_reason_is_its_formula(case):
 @pytest.mark.parametrize("memory", [1, 1.25, 1.5, 1.75, 2, 2.75, 4])
 @pytest.mark.parametrize("home", [(0, 1), (0, 1, 2, 3), LOOP, V, (0, 1, 2, 2, 1, 0), (0,) * 3])
 def test_every_reason_is_its_formula_for_equal_stages(memory, home):
+    none = Costs(2, 3, 1, transfer=0.5, update=1, weight_activations=0)
+    bytes_ = [2 * (s < len(home) / 2) for s in range(len(home))]  # of a device's first stages
+    some = Costs(activations=1, weight_activations=bytes_)
     for m in (1, 2, 5):
-        for costs in (Costs(), Costs(2, 3, 1, transfer=0.5, update=1, weight_activations=0)):
+        for costs in (Costs(), none, some):
             for split in (True, False):
                 found = bound(costs, max(home) + 1, m, memory, placement=home, split=split)
                 asked = by_formula(costs, home, m, memory, split)

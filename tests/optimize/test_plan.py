@@ -200,6 +200,9 @@ def test_equally_fast_up_to_rounding():
     best = found.best(math.inf)
     close = [p.memory for p in found.estimates.values() if p.step <= min(steps) * (1 + 1e-9)]
     assert best.memory == min(close)
+    two = replace(equal_layers(2, devices=2, batch=4), schedules=("gpipe", "pipedream_flush"))
+    best = Enumeration(two).best(math.inf, lambda choice: choice.pipeline == 2)
+    assert best.choice.schedule == "pipedream_flush"
 
 
 def test_a_single_device_may_use_any_schedule():
@@ -307,14 +310,6 @@ def test_a_pair_loses_one_overhead():
     assert all(estimate(problem, choice).gap >= -1e-9 for choice in problem.choices())
 
 
-def test_few_are_simulated():
-    problem = equal_layers(8, devices=8, batch=32)
-    search = Enumeration(problem)
-    search.best(math.inf)
-    assert len(search.least) > 100
-    assert len(search.estimates) <= 5
-
-
 def test_256_experts_need_few_bounds_and_fewer_simulations():
     problem = Problem(MODELS["deepseek-v3"], MACHINES["H800"], 512, 3840, expert=64)
     search = Enumeration(problem)
@@ -400,16 +395,6 @@ def test_replicas_exchange_their_gradients_in_a_ring():
     assert (best.choice.pipeline, best.choice.replicas) == (1, 4)
     assert best.parts["compute"] == 2 * 3
     assert best.parts["all-reduce"] == pytest.approx(6 * (2.5 / 5 + 0.1))
-
-
-def test_asynchronous_schedules_only_when_asked_and_without_a_bubble():
-    sizes = {"devices": 4, "batch": 4, "machine": Machine("slow", 1, math.inf, 1e-3, latency=0)}
-    assert find_plan(equal_layers(4, **sizes)).best.choice.schedule in FLUSH
-    problem = equal_layers(8, devices=4, batch=8)
-    asked = Problem(problem.model, problem.machine, 4, 8, schedules=ASYNCHRONOUS)
-    for choice in asked.choices():
-        if choice.balance == (2, 2, 2, 2) and choice.recompute is Recompute.NEVER:
-            assert estimate(asked, choice).step == pytest.approx(8 * 2 * 3)
 
 
 def test_an_asynchronous_step_with_slow_links_is_that_of_a_long_run():

@@ -157,7 +157,8 @@ def test_a_head_size_by_hand(capsys):
 
 def test_what_a_plan_says_of_qwen3():
     """64 heads of 128 in 4,096: 22 B of 235 B are met by a token, not 18 B."""
-    problem = Problem(MODELS["qwen3-235b-a22b"], MACHINES["H200"], 64, 64, expert=32, zero=3)
+    shared = {"expert": 32, "zero": 3, "schedules": ("pipedream_flush",)}
+    problem = Problem(MODELS["qwen3-235b-a22b"], MACHINES["H200"], 64, 64, **shared)
     assert "235 B parameters, of which a token meets 21.5 B" in str(find_plan(problem))
 
 
