@@ -105,7 +105,7 @@ def test_gradients_of_the_flax_mlp_keep_their_size():
             out = module.apply(own, out)
         return ((out - y) ** 2).mean()
 
-    gradients = jax.grad(loss)([variables for _, variables in stages])
+    gradients = jax.jit(jax.grad(loss))([variables for _, variables in stages])
     layers = [layer for stage in gradients for layer in stage["params"].values()]
     assert_alike([[float((g**2).sum()) ** 0.5 for g in (d["kernel"], d["bias"])] for d in layers])
 
