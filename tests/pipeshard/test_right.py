@@ -674,18 +674,22 @@ def test_weights_that_are_none(loss, match):
 
 
 def test_programs_that_differ_in_a_number_differ():
-    """What processes tell each other, so that none runs with another rate of learning."""
+    """What processes tell each other, so that none has another rate of learning, or sum."""
 
-    def digest(rate):
+    def root(params, batch):
+        return jnp.sqrt(loss_of()(params, batch))
+
+    def digest(rate, reduce="mean"):
         def step(params, batch):
-            return jax.tree.map(lambda p, g: p - rate * g, params, grad(loss_of())(params, batch))
+            return jax.tree.map(lambda p, g: p - rate * g, params, grad(root)(params, batch))
 
-        pipeline = parallelize(step, Pipeshard(4, devices=TWO))
+        pipeline = parallelize(step, Pipeshard(4, devices=TWO, reduce=reduce))
         pipeline.compile(PARAMS, data(16))
         (found,) = pipeline._programs.values()
         return found.digests
 
     assert digest(0.1) == digest(0.1) != digest(0.2)
+    assert digest(0.1, "sum")["the plan (Pipeshard)"] != digest(0.1)["the plan (Pipeshard)"]
 
 
 OTHER = np.ones((8, 3))
