@@ -73,14 +73,3 @@ def test_no_limit_is_null(capsys):
     status, out, _ = call(capsys, "--devices 2 --microbatches 4 --memory inf --json")
     found = json.loads(out, parse_constant=pytest.fail)
     assert (status, found["memory"]) == (0, None)
-
-
-def test_errors_are_one_line(capsys):
-    line = "--devices 2 --microbatches 4"
-    for more, message in (
-        ("--memory 0.5", "memory=0.5: give at least 1"),
-        ("--costs forward=1,2,3", "forward has 3 values for 2 stages"),
-    ):
-        status, out, err = call(capsys, f"{line} {more}")
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert message in err

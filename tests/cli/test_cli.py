@@ -171,6 +171,8 @@ MANY = "more than 10,000,000 actions"
         (f"simulate {SMALL} --device 2", "--device: not an option; did you mean --devices?"),
         ("simulat gpipe", "'simulat': did you mean simulate?"),
         ("compare --memory 3", "--memory and --whole are for predictions: add --costs"),
+        ("compare --costs forward=1 --memory 0.5", "memory=0.5: give at least 1"),
+        ("compare --costs forward=1,2,3", "forward has 3 values for 2 stages"),
         ("", "give a command: simulate, run, train"),
         ("bogus", "'bogus': The commands are simulate, run"),
         ("simulate", "the following arguments are required: NAME"),

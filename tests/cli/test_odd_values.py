@@ -67,10 +67,7 @@ def test_each_option_takes_odd_numbers_or_says_what_it_takes(capsys, files, line
     ("line", "told"),
     [
         (f"simulate {SMALL} --costs forward=1e308", "forward=1e+308: give numbers from 1e-100 to"),
-        (
-            f"simulate {SMALL} --costs speed=1e-320",
-            "speed=1e-320: give numbers from 1e-100 to 1e+100",
-        ),
+        (f"simulate {SMALL} --costs speed=1e-320", "speed=1e-320: give numbers from 1e-100 to"),
         (f"plan {PLAN} --training optimizer=1e308", "at least 0, at most 1e+100"),
         (f"plan {PLAN},latency=1e308", "latency=1e+308 of this machine: give 0 to 1e+100"),
         (f"plan {PLAN.replace('64', '9' * 30)}", "hidden=" + "9" * 30 + ": give at most 9,007"),

@@ -14,16 +14,8 @@ import pytest
 from jupyter_lab import chromium
 from pipelab import Costs, make, simulate
 from tests.conftest import thorough
-from tests.house.test_play import (
-    DESK,
-    PACKAGES,
-    PHONE,
-    changed,
-    expect,
-    placed,
-    press,
-    shows,
-)
+from tests.house.test_play import DESK, PACKAGES, PHONE, changed, expect, placed, press, shows
+from tests.widgets.test_browser import OUTSIDE, PALE, READABLE
 
 ROOT = Path(__file__).parents[2]
 PAGES = "docs/index.md", "docs/play/*.md", "notebooks/06_pipedream_flush.ipynb"
@@ -145,6 +137,7 @@ def test_every_level_keeps_its_board(playing):
 @pytest.mark.parametrize("size", [PHONE, *thorough(DESK)], ids=["phone", "desk"])
 def test_derivations_go_on_by_keys_without_python(open_page, address, size):
     page = open_page(size, "dark")
+    page.emulate_media(reduced_motion="reduce")
     for path, count in (("docs/index.html", 4), ("notebooks/06_pipedream_flush.html", 6)):
         page.goto(f"{address}/{path}")
         found = page.locator(".pipelab-derivation").last
@@ -156,6 +149,14 @@ def test_derivations_go_on_by_keys_without_python(open_page, address, size):
             expect(found.locator(".read")).not_to_have_count(0)
             told.append(sentence.text_content())
         assert len({*told}) == count
+        found.get_by_label("back", exact=True).click()
+        expect(slider).to_have_value(str(count - 2))
+        found.get_by_label("forward", exact=True).press("Home")  # a button has the keys, too
+        expect(slider).to_have_value("0")
+        found.locator("[data-term]").last.click()
+        expect(slider).not_to_have_value("0")
+        assert page.evaluate(PALE, READABLE) == []
+        assert found.evaluate(OUTSIDE) == 0
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
     assert page.evaluate("document.documentElement.dataset.python") is None
     expect(page.locator("[data-kind=derivation] .play-note")).to_have_count(0)
@@ -221,6 +222,8 @@ def test_a_page_without_scripts_has_a_picture_and_a_sentence(open_page, address)
     page.goto(f"{address}/notebooks/06_pipedream_flush.html")
     expect(page.locator(".pipelab-play img").first).to_be_visible()
     expect(page.locator(".pipelab-play p").first).to_contain_text("With JavaScript")
+    explorer = page.locator("[data-kind=explorer] img")
+    assert "pipedream_flush, simulated: 4 devices" in explorer.get_attribute("alt")
 
 
 def test_pyodide_is_the_pinned_one(tmp_path, monkeypatch):

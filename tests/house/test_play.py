@@ -368,15 +368,6 @@ def test_without_webassembly_the_stored_picture_and_a_sentence(open_page, addres
     expect(page.locator("textarea")).to_have_count(0)
 
 
-def test_without_scripts_a_picture_and_a_sentence(open_page, address):
-    page = open_page(DESK, java_script_enabled=False)
-    page.goto(f"{address}/notebooks/06_pipedream_flush.html")
-    image = page.locator("[data-kind=explorer] img")
-    expect(image).to_be_visible()
-    assert "pipedream_flush, simulated: 4 devices" in image.get_attribute("alt")
-    expect(page.locator(".pipelab-play p").first).to_contain_text("With JavaScript")
-
-
 def test_a_site_made_without_npm_says_so(open_page, address):
     page = open_page(DESK)
 

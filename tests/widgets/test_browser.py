@@ -20,7 +20,6 @@ from jupyter_lab import (
 )
 from pipelab import make
 from pipelab.widgets import Editor, Explorer
-from tests.conftest import thorough
 
 expect = pytest.importorskip("playwright.sync_api").expect
 PATIENCE = 60_000  # milliseconds: on a busy machine what is waited for may come late
@@ -294,7 +293,8 @@ def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_pa
 FILTERS = {"JupyterLab Light": "none", "JupyterLab Dark": "invert(0.93) hue-rotate(180deg)"}
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Dark", *thorough("JupyterLab Light")])
+@pytest.mark.thorough  # for `make test`, on a page: test_few_pages
+@pytest.mark.parametrize("theme", FILTERS)
 def test_a_derivation_goes_on_by_keys_in_any_width(theme, folder, address, new_page, tmp_path):
     set_theme(folder, theme)
     write_notebook(folder / "derivation.ipynb", [DERIVATION, FIGURE])
