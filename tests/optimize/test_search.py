@@ -217,8 +217,10 @@ def test_memory_that_counts_what_a_weight_gradient_needs():
 def test_actions_of_no_length_keep_their_order():
     """Several of them at one moment: I before its W, though W gives memory back."""
     seconds = [0.25, 1, 3, 2, 0.5, 0.25], [1.5, 0, 2, 0.5, 0, 0.25], [0.25, 0, 3, 3, 3, 1.5]
-    problem = OrderProblem(Costs(*seconds), as_placement("loop", 3, 2), 2, math.inf, True)
-    assert problem.fits(validate(proved(problem, seconds=5)[0]))
+    alone = Costs(1, 0, 1), (0, 0)  # both stages' I at one moment: the later stage's first
+    for costs, home in ((Costs(*seconds), as_placement("loop", 3, 2)), alone):
+        problem = OrderProblem(costs, home, 2, math.inf, True)
+        assert problem.fits(validate(proved(problem, seconds=5)[0]))
 
 
 def test_the_search_begins_where_the_first_stage_is():
