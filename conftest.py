@@ -63,5 +63,5 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """One more than there are cores: a test that waits for a process or a limit leaves one idle."""
-    return (os.cpu_count() or 1) + 1
+    """Two for each core: tests wait for processes, limits and lectures' stand-ins, which sleep."""
+    return 2 * (os.cpu_count() or 1)
