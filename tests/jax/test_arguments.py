@@ -65,7 +65,7 @@ def call(way, data, schedule=None, modules=None, optimizer=None, **options):
     return run(*arguments, optimizer or optax.sgd(0.1), backend="jax", **options)
 
 
-@pytest.mark.parametrize("name", ["gpipe", *thorough("pipedream")])
+@pytest.mark.parametrize("name", ["pipedream", *thorough("gpipe")])
 def test_a_batch_may_begin_with_a_number(name):
     # Was: trained, and then "object of type 'numpy.float32' has no len()" in the check, which took
     # the number for data.
@@ -218,6 +218,7 @@ def test_an_optimizer_that_looks_at_each_tensor_alone_trains(optimizer):
     [
         (lambda all: all, [0, 1]),  # Was: 8 devices for 2 rows: name one per row.
         (lambda all: all, [*range(8)]),
+        (lambda all: "cpu", [0, 1]),
         (lambda all: all[3:4], [3, 3]),
         (lambda all: ["cpu:1", all[0]], [1, 0]),
     ],

@@ -20,7 +20,7 @@ SPECS = {
     "b": PartitionSpec("model"),
 }
 # Each with a schedule of another kind.
-CASES = [((2, 1), "interleaved", False), ((2, 2), "zb_h1", True)]  # 2BW: below
+CASES = [((2, 2), "interleaved", False), ((2, 2), "zb_h1", True)]  # 2BW: below
 RULES = ["gpipe", "pipedream_flush", "interleaved", "zb_h1", "pipedream", "pipedream_2bw"]
 EVERY = [
     (shape, rule, parallel) for shape in SHAPES for rule in RULES for parallel in (False, True)

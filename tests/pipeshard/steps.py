@@ -32,8 +32,8 @@ def network(widths=(6, 8, 7, 5, 3)):
 
 # Two layers on a device each, where more would show no more.
 FEW, PAIR = network((6, 5, 3)), Pipeshard(4, devices=2)
-SHORT = Pipeshard(4, devices=4)  # on two devices each
-OWN_MEAN = Pipeshard(4, devices=2, reduce="mean")
+SHARED = Pipeshard(4, devices=4)  # two layers: on two devices each, which share the samples
+OWN_MEAN = Pipeshard(4, devices=4, reduce="mean")
 
 
 def forward(layers, x):

@@ -62,8 +62,8 @@ def start(cases, count, devices=2):
 
 def results(cases, count, devices=2):
     statuses, outs, errors = start(",".join(cases), count, devices)
-    alone = 1 if "absent" in cases else count  # jax aborts whom process 0 has given up
-    assert statuses[:alone] == [0] * alone, errors
+    ends = {0, -6} if "absent" in cases else {0}  # jax aborts whom process 0 has given up
+    assert statuses[0] == 0 and ends >= {*statuses}, errors
     found = [json.loads(out.splitlines()[-1]) for out in outs]
     return {case: of for case, *of in zip(cases, *found, strict=True)}
 

@@ -137,7 +137,7 @@ def test_a_stage_has_its_blocks_and_hands_on_one_array(scanned):
 
 @pytest.mark.parametrize(
     ("kind", "scanned"),
-    [("linen", True), *thorough(("linen", False), ("nnx", True), ("nnx", False))],
+    [("nnx", True), *thorough(("linen", True), ("linen", False), ("nnx", False))],
 )
 def test_it_trains_as_a_plain_loop_does(kind, scanned):
     model, run, parameters = made(kind, scanned)

@@ -28,7 +28,7 @@ from tests.pipeshard.steps import (
     FEW,
     OWN_MEAN,
     PAIR,
-    SHORT,
+    SHARED,
     arrays,
     assert_equal,
     data,
@@ -79,7 +79,7 @@ def test_weight_gradients_keep_what_they_read_and_no_more():
     cells = [f"{kind}{k}" for k in range(4) for kind in "FI"] + [f"W{k}" for k in range(4)]
     table = Schedule.from_csv("\n".join(",".join(f"{s}{c}" for c in cells) for s in range(2)))
     step, start = step_of(mse)
-    method = Pipeshard(4, stages=2, schedule=table, devices=2)
+    method = Pipeshard(4, stages=2, schedule=table, devices=4)
     pipeline = assert_equal(step, start(network()), data(32), method)
     from_f, from_i = pipeline.plan.stages[0].activation_bytes, 8 * (8 + 8 + 7) * 4
     assert pipeline.memory.peak("activations")[0] == 3 * from_i + from_f
@@ -279,7 +279,7 @@ def test_custom_derivatives_convolutions_frozen_and_unused_parameters():
     kernel, frozen, unused = arrays((3, 3, 1, 2), (32, 3), (5,))
     step, start = step_of(loss, optax.adamw(1e-2))
     state, batch = start(dict(kernel=kernel, frozen=frozen, unused=unused)), data(16, 16)
-    pipeline = parallelize(step, PAIR)
+    pipeline = parallelize(step, SHARED)
     state, _ = pipeline(state, batch)
     assert pipeline.compare(state, batch).passed
 
@@ -297,7 +297,7 @@ def test_results_beside_the_loss():
         }
 
     step, start = step_of(loss, has_aux=True)
-    pipeline, state, batch = parallelize(step, SHORT), start(FEW), data(32)
+    pipeline, state, batch = parallelize(step, SHARED), start(FEW), data(32)
     assert pipeline.compare(state, batch).passed
     _, (value, aux) = pipeline(state, batch)
     _, (expected, wanted) = jax.jit(step)(state, batch)
@@ -314,7 +314,7 @@ def test_gradients_without_the_value_and_of_several_arguments():
         (da, db), mean = grad(loss, argnums=(0, 1), has_aux=True)(*state, batch)
         return (state[0] - da, state[1] - db), mean
 
-    assert_equal(step, tuple(arrays((6, 5), (5, 3))), data(16), PAIR)
+    assert_equal(step, tuple(arrays((6, 5), (5, 3))), data(16), SHARED)
 
 
 def test_kinks_that_rounding_decides_are_told_from_errors():
@@ -461,6 +461,8 @@ def test_every_microbatch_draws_its_own(make_key):
     (params, key, count), value = pipeline(state, batch)
     key_of = jax.random.key_data if make_key is jax.random.key else np.asarray
     assert (key_of(key) == key_of(make_key(0))).all() and count == 1
+    same = parallelize(step, Pipeshard(1, devices=2))(state, data(1))[1]
+    assert abs(float(value) - float(same)) > 1e-6  # eight masks, not one
     assert pipeline((params, key, count), batch)[1] != value
 
 
@@ -471,7 +473,7 @@ def test_keys_in_the_batch_are_the_samples_own():
 
     step, start = step_of(loss)
     batch = {**data(32), "keys": jax.random.split(jax.random.key(1), 32)}
-    assert_equal(step, start(FEW), batch, PAIR)
+    assert_equal(step, start(FEW), batch, SHARED)
 
 
 # ---- flax

@@ -24,7 +24,7 @@ from tests.pipeshard.steps import (
     FEW,
     OWN_MEAN,
     PAIR,
-    SHORT,
+    SHARED,
     assert_equal,
     data,
     forward,
@@ -123,21 +123,34 @@ def test_means_and_sums_of_every_kind_add_up():
         lambda out, y: jnp.sum(out) / jnp.maximum(1.0 * len(out), 1.0),
         lambda out, y: jnp.sum(out * jnp.ones(len(out))[:, None]) / jnp.ones(len(out)).sum(),
         lambda out, y: jnp.where(out > 0, out / len(out), 0.0).sum(),
-        # positions in the batch
-        lambda out, y: jnp.mean(out[jnp.arange(len(out)), jnp.argmax(y, -1)]),
-        lambda out, y: jnp.mean(out.at[jnp.arange(len(out)), jnp.argmax(y, -1)].add(1.0) ** 2),
-        # samples moved
-        lambda out, y: jnp.sin(jnp.stack([out, 2 * out]).reshape(-1, 3)).reshape(2, -1, 3).mean(),
         # loops
         lambda out, y: jax.lax.map(lambda x: x @ x, out).mean(),
         lambda out, y: jax.vmap(jax.grad(lambda x: jnp.sum(x**3)))(out).mean(),
         lambda out, y: jnp.linalg.cholesky(jnp.eye(3) + out[:, :, None] * out[:, None]).mean(),
     ]
-    of_means, start = step_of(mixed(lambda out, y: sum(mean(out, y) for mean in means)))
-    of_sums, _ = step_of(mixed(lambda out, y: jnp.sum(out) / 31))
-    for step in (of_means, of_sums):
-        check = parallelize(step, SHORT).compare(start(FEW), data(32))
+    # Of which no device differentiates its own samples alone.
+    together = [
+        # positions in the batch
+        lambda out, y: jnp.mean(out[jnp.arange(len(out)), jnp.argmax(y, -1)]),
+        lambda out, y: jnp.mean(out.at[jnp.arange(len(out)), jnp.argmax(y, -1)].add(1.0) ** 2),
+        # samples moved
+        lambda out, y: jnp.sin(jnp.stack([out, 2 * out]).reshape(-1, 3)).reshape(2, -1, 3).mean(),
+    ]
+
+    def added(of):
+        return lambda out, y: sum(mean(out, y) for mean in of)
+
+    cases = (
+        (added(means), False),
+        (added(together), True),
+        (lambda out, y: jnp.sum(out) / 31, False),
+    )
+    for result, reduced in cases:
+        step, start = step_of(mixed(result))
+        pipeline = parallelize(step, SHARED)
+        check = pipeline.compare(start(FEW), data(32))
         assert check.passed and "undivided" in check.rule, check
+        assert any(stage.all_reduced for stage in pipeline.plan.stages) == reduced
 
 
 @pytest.mark.parametrize(
@@ -279,8 +292,10 @@ def test_a_loss_that_does_not_add_up_may_be_wanted():
     step, start = step_of(
         mixed(lambda out, y: jnp.mean(((out - out.mean(0)) / (out.std(0) + 1) - y) ** 2))
     )
-    check = parallelize(step, OWN_MEAN).compare(start(FEW), data(32))
+    pipeline = parallelize(step, OWN_MEAN)
+    check = pipeline.compare(start(FEW), data(32))
     assert check.passed and "micro-batches" in check.rule
+    assert "no sum over the samples" in pipeline.plan.stages[1].all_reduced
 
 
 def test_halves_count_in_low_precision():
@@ -305,7 +320,7 @@ def test_results_of_every_kind_add_up_or_are_joined():
         return len(out), ones, ones.sum(), out.T, jnp.stack([out, out]), out.ravel()
 
     step, start = step_of(returning(result), has_aux=True)
-    assert_equal(step, start(FEW), data(32), SHORT)
+    assert_equal(step, start(FEW), data(32), SHARED)
 
 
 @pytest.mark.parametrize(

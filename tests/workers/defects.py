@@ -1,4 +1,4 @@
-"""What test_defects_launchers starts on every rank: the runs that its arguments name, in turn.
+"""What test_ranks starts on every rank: the runs that its arguments name, in turn.
 
 Rank 0 prints JSON of each.
 """

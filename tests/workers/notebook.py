@@ -1,4 +1,4 @@
-"""What test_defects_launchers runs as a script: types of `__main__`, as a notebook's are.
+"""What test_ranks runs as a script: types of `__main__`, as a notebook's are.
 
 Prints JSON.
 """
