@@ -41,7 +41,7 @@ FILES = (
     *("python_stdlib.zip", "pyodide-lock.json", "package.json"),
 )
 # Of the library, what a page can use: no torch, no JAX, no matplotlib.
-ROOMS = ("gpu", "pipeshard", "peers", "models", "cli", "plot", "runtime/torch", "jax")
+ROOMS = ("gpu", "pipeshard", "peers", "models", "cli", "plot", "training", "runtime/torch", "jax")
 WITHOUT = tuple(f"pipelab/{room}/" for room in ROOMS)
 PLACE = "_static/play"
 logger = logging.getLogger(__name__)

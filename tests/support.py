@@ -104,14 +104,14 @@ def free_port():
         return found.getsockname()[1]
 
 
-def torchrun(ranks, *script):
+def torchrun(ranks, *script, timeout=GUARD):
     """What came of ranks that torchrun has started on this machine."""
     command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     return subprocess.run(
         [*map(str, (*command, *script))],
         capture_output=True,
         text=True,
-        timeout=GUARD,
+        timeout=timeout,
         env=ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
     )
 

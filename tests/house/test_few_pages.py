@@ -78,13 +78,15 @@ def test_back_while_a_levels_picture_is_on_its_way(open_page, address):
     page.goto(f"{address}/docs/play/editor.html#cap")
     expect(level).to_have_value("cap")
     page.route("**/first.json", lambda route: held.append(route))
-    with page.expect_request("**/first.json"):
-        level.evaluate(CHOOSE, "split")
+    level.evaluate(CHOOSE, "split")
+    page.wait_for_url("**#split")
     page.go_back()
-    with page.expect_response("**/first.json") as answer:
-        for route in held:
+    while len(held) < 2:
+        page.wait_for_timeout(10)
+    for route in reversed(held):  # that of the level before comes first
+        with page.expect_response("**/first.json") as answer:
             route.continue_()
-    answer.value.finished()
+        answer.value.finished()
     page.evaluate("new Promise((done) => setTimeout(done, 50))")
     assert page.url.endswith("#cap")
     expect(level).to_have_value("cap")

@@ -15,7 +15,7 @@ from pipelab import RunError, Trainer, make, run
 from pipelab.jax.stage import JaxStage
 from pipelab.models.flax_mlp import mlp
 from tests.conftest import thorough
-from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS, free_port
+from tests.support import ENVIRONMENT, GUARD, WORKERS, free_port
 
 
 def mse(y, target):

@@ -567,7 +567,7 @@ def test_the_command(capsys):
     status, out, err = call(capsys, line)
     assert (status, err) == (0, "")
     assert out.startswith("best: ")
-    assert f"  {best['gap']:.1%} above a lower bound" in out
+    assert f"  gap {best['gap']:.1%}: above a bound" in out
     assert "runners-up (" in out
     status, out, _ = call(capsys, line.replace("DGX2", "DGX2,memory=inf"))  # no limit
     assert status == 0 and "inf" not in out

@@ -67,7 +67,7 @@ def test_torchs_runtime_has_one_devices_gradients(ranks, tmp_path):
     plan["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     (wrong / "plan.json").write_text(json.dumps(plan))
     scripts = [folder / "check.py" for folder in (*folders, wrong)]
-    done = torchrun(ranks, WORKERS / "in_turn.py", *scripts)
+    done = torchrun(ranks, WORKERS / "in_turn.py", *scripts, timeout=180)
     *said, last = done.stdout.splitlines()
     assert said == [EQUAL] * len(TABLES), done.stderr[-4000:]
     assert done.returncode and float(last.split(": ")[1]) > 1

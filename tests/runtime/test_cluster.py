@@ -146,7 +146,7 @@ def test_all_raise_the_first_failure_and_its_own_keeps_the_cause(two):
 
 
 def test_who_only_lost_a_message_lets_others_tell_first(two, monkeypatch):
-    monkeypatch.setattr(clusters, "LEAVING", 0.5)
+    monkeypatch.setattr(clusters, "LEAVING", 1.0)
     one, other = two
     secondary = RunError("lost")
     secondary.__cause__ = Lost()

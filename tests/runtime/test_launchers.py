@@ -30,12 +30,13 @@ def launched(ranks, *command, nodes=1, hosts=None):
     meeting = f"{hosts[0][1] if hosts else '127.0.0.1'}:{free_port()}"
     agents = []
     for number, (started, address) in enumerate(hosts or [([], None)] * nodes):
+        python = sys.executable if started else PYTHON  # a fork is not on that host
         at = ("--local-addr", address, "--rdzv-conf", f"is_host={int(not number)}")
         agents.append(
             subprocess.Popen(
                 [
                     *started,
-                    *(PYTHON, "-m", "torch.distributed.run"),
+                    *(python, "-m", "torch.distributed.run"),
                     *("--nproc-per-node", str(ranks), "--nnodes", str(len(hosts or nodes * [0]))),
                     *("--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", "test"),
                     *(at if address else ()),

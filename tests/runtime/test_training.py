@@ -410,7 +410,7 @@ def momentum(parameters):
 
 
 # The rules and optimizers take turns; those that keep several versions, in processes too.
-OPTIMIZERS = [SGD, momentum, ADAMW, decaying]
+OPTIMIZERS = [momentum, SGD, ADAMW, decaying]
 SOME = [(rule, "threads", OPTIMIZERS[i % 4]) for i, rule in enumerate(RULES)]
 SOME += [(rule, "processes", ADAMW) for rule in RULES if rule[0] in ("pipedream", "pipedream_2bw")]
 EVERY = [

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -189,7 +190,8 @@ def test_at_a_step_all_is_after_its_batch(name, options, looks, tmp_path):
     data, modules = batches(6), dropping(table(name).stages)
     whole = in_one_run(name, data, modules, seed=3)
     until = {count: in_one_run(name, data[:count], modules, seed=3) for count in (2, 5)}
-    norms = whole.norms[len(whole.norms) // 6 - 1 :: len(whole.norms) // 6]  # of last updates
+    each = len(whole.norms) // 6
+    norms = whole.norms[each - 1 :: each]  # of last updates
     with training(name, modules, seed=3, **options) as trainer:
         steps = []
         for step in trainer.fit(data):
@@ -534,10 +536,10 @@ def test_idle_ranks_have_no_timeout():
         assert len(list(trainer.fit(batches(2)))) == 2
 
 
-def in_a_session(script, *arguments):
+def in_a_session(script, *arguments, python=PYTHON):
     """A script that has ended well, in a process group that it may interrupt as a whole."""
     done = subprocess.run(
-        [PYTHON, *map(str, (WORKERS / script, *arguments))],
+        [python, *map(str, (WORKERS / script, *arguments))],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -557,7 +559,7 @@ def test_an_interrupt_leaves_what_can_be_saved_and_gone_on_with(backend, tmp_pat
 
 def test_an_interrupt_while_ranks_start():
     """It comes while the server that they are forked from imports torch."""
-    done = in_a_session("interrupted_start.py")
+    done = in_a_session("interrupted_start.py", python=sys.executable)
     assert done.stdout == "interrupted, and gone on\n"
     assert done.stderr == ""
 
@@ -636,25 +638,25 @@ def test_an_evaluation_is_interrupted_while_it_reads():
 
 
 def all_well(ranks, script, *arguments):
-    """Whether all ranks say so that torchrun has started."""
+    """All ranks that torchrun has started say so."""
     done = torchrun(ranks, WORKERS / script, *arguments)
     assert done.returncode == 0, done.stderr
-    return sorted(done.stdout.split()) == [f"ok{rank}" for rank in range(ranks)]
+    assert sorted(done.stdout.split()) == [f"ok{rank}" for rank in range(ranks)]
 
 
 def test_ranks_of_torchrun_make_the_same_calls(tmp_path):
-    assert all_well(3, "fitted.py", tmp_path)
+    all_well(3, "fitted.py", tmp_path)
     read = {p.name: p.read_text() for p in tmp_path.glob("read_by_*")}
     assert set(read) == {"read_by_0", "read_by_2"}  # not by the middle of the model
 
 
 def test_one_rank_alone_may_look_at_losses():
-    assert all_well(3, "looking.py")
+    all_well(3, "looking.py")
 
 
 def test_an_interrupt_while_ranks_wait_for_another_can_be_gone_on_from(tmp_path):
     # Was: the one that waited was a value ahead of the other from then on: a TypeError of both.
-    assert all_well(2, "interrupted_ranks.py", tmp_path)
+    all_well(2, "interrupted_ranks.py", tmp_path)
 
 
 # ---- memory

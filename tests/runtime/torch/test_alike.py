@@ -219,11 +219,11 @@ def trainer_of(table, replicas, module):
 
 @several
 def test_a_trainer_tells_when_its_weights_are_asked(table, replicas, tmp_path):
-    with trainer_of(table, replicas, Averaging()) as trainer:
-        list(trainer.fit(batches(2, 16)))
-        for ask in (lambda: trainer.weights, lambda: trainer.save(tmp_path / "kept")):
-            with pytest.raises(RunError, match="weight mean of stage 0 differs"):
-                ask()
+    for ask in (lambda of: of.weights, lambda of: of.save(tmp_path / "kept")):
+        with trainer_of(table, replicas, Averaging()) as trainer:  # which an error ends
+            list(trainer.fit(batches(2, 16)))
+            with pytest.raises(RunError, match=r"^weight mean of stage 0 differs"):
+                ask(trainer)
 
 
 class Remembering(Layer):

@@ -127,11 +127,14 @@ def test_the_check_holds_buffers_of_recomputed_forwards(kind):
     passing(table, changing(kind, 2), recompute=Recompute.ALWAYS)
 
 
-@pytest.mark.parametrize("kind", [*CHANGING, Hidden])
-def test_changing_buffers_are_resumed(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((kind, "gpipe") for kind in (*CHANGING, Hidden)), (Hidden, "pipedream")],
+)
+def test_changing_buffers_are_resumed(kind, name, tmp_path):
     # Was: refused, or copied into one of another shape, where a forward had put another tensor.
     # Was: what is in no state dict began anew, also in the check, which passed.
-    resumed(tmp_path / "saved", make("gpipe", 2, 2, batches=4), changing(kind, 2))
+    resumed(tmp_path / "saved", make(name, 2, 2, batches=4), changing(kind, 2))
 
 
 def test_a_buffer_in_two_places_stays_one_when_another_is_loaded():

@@ -379,8 +379,9 @@ def test_layers_that_compute_in_float32_alone():
         assert found.passed, found
 
 
-def test_the_small_model_of_the_readme_many_times():
-    for seed in range(8):
+@pytest.mark.parametrize("seeds", [range(8), *thorough(range(8, 25))], ids=["few", "many"])
+def test_the_small_model_of_the_readme_many_times(seeds):
+    for seed in seeds:
         torch.manual_seed(seed)
         modules = split(mlp(layers=8), [2, 2, 2, 2])
         data = [(torch.randn(32, 64), torch.randn(32, 64))]
