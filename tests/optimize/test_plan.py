@@ -82,10 +82,10 @@ transformers = st.builds(
 )
 
 
-def profiles_of(most, devices, batches):
+def profiles_of(most, devices, batches, least=3):
     return st.builds(
         Problem,
-        model=st.builds(Profile, st.lists(layers, min_size=3, max_size=most).map(tuple)),
+        model=st.builds(Profile, st.lists(layers, min_size=least, max_size=most).map(tuple)),
         machine=machines,
         devices=st.sampled_from(devices),
         batch=st.sampled_from(batches),
@@ -136,8 +136,12 @@ def every_cut(problem, choices):
             yield choice._replace(balance=tuple(b - a for a, b in pairwise(bounds)))
 
 
+# Of five layers: two devices with two chunks each have four cuts then.
+cut = profiles_of(4, [2, 3], [4, 6]) | profiles_of(5, [2], [4], least=5)
+
+
 @examples(12)
-@given(profiles_of(4, [2, 3], [4, 6]), st.lists(st.floats(0, 1), min_size=3, max_size=3))
+@given(cut, st.lists(st.floats(0, 1), min_size=3, max_size=3))
 def test_the_best_plan_is_that_of_exhaustive_simulation_of_every_cut(problem, tightness):
     """Of all schedules, under limits that a plan just fits. Less room for a table that is searched
     for makes other tables, which may be better still."""
@@ -308,6 +312,14 @@ def test_a_pair_loses_one_overhead():
     own = ("overlapped_1f1b",)
     problem = Problem(Transformer(4, 4, 2, 24, 50), machine, 1, 5, pairs=True, schedules=own)
     assert all(estimate(problem, choice).gap >= -1e-9 for choice in problem.choices())
+
+
+def test_few_are_simulated():
+    problem = equal_layers(8, devices=8, batch=32)
+    search = Enumeration(problem)
+    search.best(math.inf)
+    assert len(search.least) > 100
+    assert len(search.estimates) <= 5
 
 
 def test_256_experts_need_few_bounds_and_fewer_simulations():
