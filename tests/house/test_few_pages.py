@@ -109,9 +109,11 @@ def test_what_was_not_drawn_is_announced_and_a_wrong_field_is_marked(playing):
     shows(page, "makespan", "28")
     expect(body).to_have_class("body")
     page.locator("[name=schedule]").select_option("inter_layer")
-    shows(page, "makespan", f"{simulate(make('inter_layer', 3, 5), Costs(2)).makespan:g}")
+    makespan = f"{simulate(make('inter_layer', 3, 5), Costs(2)).makespan:g}"
+    shows(page, "makespan", makespan)
     page.reload()
     expect(page.locator("[name=schedule]")).to_have_value("inter_layer")
+    shows(page, "makespan", makespan)
     assert page.evaluate(NO_PYTHON)
 
 

@@ -45,12 +45,20 @@ def said(page):
 
 
 PRESS = """(keys) => {
-  for (const key of keys) document.querySelectorAll("#keys button")[key].click();
+  for (const k of keys) {
+    const key = document.querySelectorAll("#keys button")[k];
+    key.scrollIntoView({ block: "nearest", behavior: "instant" });
+    const { x, y, width, height } = key.getBoundingClientRect();
+    const top = document.elementFromPoint(x + width / 2, y + height / 2);
+    if (key.disabled || !key.contains(top)) throw new Error(`${key.textContent} is out of reach`);
+    key.click();
+  }
 }"""
 
 
 def solve(page, name):
-    """Place all of a table of par, in the order of time, in one step of the page."""
+    """Place all of a table of par, in the order of time, in one step of the page, by keys that a
+    finger or a mouse reaches."""
     table = level_of(name).table()
     task, kinds = table.task, sorted({a.kind for a in table.task.needs})
     keys = []

@@ -149,10 +149,11 @@ def test_main_draws_into_a_folder(tmp_path, monkeypatch):
 # ---- what the pictures show
 
 
-@pytest.mark.parametrize("name", ["pipedream", "interleaved"])
+@pytest.mark.parametrize("name", SIX)
 def test_the_timelines_of_the_schedules(name):
     ax = PICTURES[f"timeline_{name}.png"]()
-    batches, virtual = (2, 1) if name == "pipedream" else (1, 2)
+    batches = 2 if name in ("pipedream", "pipedream_2bw") else 1
+    virtual = 2 if name == "interleaved" else 1
     t = simulate(make(name, 4, 8, virtual=virtual, batches=batches), Costs().split(virtual))
     (collection,) = (c for c in ax.collections if isinstance(c, PolyCollection))
     corners = [path.vertices[:4] for path in collection.get_paths()]
