@@ -257,6 +257,7 @@ def placed(task, *actions):
         (Task(2, 2), "0F0 1F0", "0B0", "0B0 needs 1B0 first, which is not placed yet"),
         (Task(2, 2), "0F0", "0F0", "0F0 is placed already, on device 0"),
         (Task(2, 2), "", "2F0", "2F0 is not in this table, which has 0F0 to 1B1"),
+        (Task(2, 2), "", "0F2", "0F2 is not in this table, which has 0F0 to 1B1"),
         (Task(2, 2), "", "0W0", "0W0 is not in this table, which has 0F0 to 1B1"),
         (Task(2, 2), "", "0U0", "a single update places itself"),
         (Task(2, 2), "", "x", "'x' is not an action"),

@@ -55,7 +55,7 @@ KINDS = {
 }  # fmt: skip
 SHORT = ("LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
 # Around their blocks they do what Llama, Qwen2 and Gemma2 do.
-ALIKE = ("Qwen3ForCausalLM", "MistralForCausalLM", "GemmaForCausalLM", "PhiForCausalLM")
+ALIKE = ("Qwen3ForCausalLM", "MistralForCausalLM", "GemmaForCausalLM")
 
 
 def model_of(kind, **change):

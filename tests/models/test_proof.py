@@ -58,6 +58,10 @@ def halved_gradient(s, x):
     return x
 
 
+def paths_dropped(s, x):
+    return x * (torch.rand(len(x), 1, 1) > 0.5) if s.training else x
+
+
 def hooked_before(s, x):
     x = s.e(x)
     if s.training:
@@ -336,7 +340,7 @@ REFUSED = {
     "added between": (between(lambda s, x: x + 1 if s.training else x), UNTAKEN),
     "added in evaluation": (between(lambda s, x: x if s.training else x + 1), UNTAKEN),
     "added in place": (between(lambda s, x: x.add_(1)), UNTAKEN),
-    "paths dropped": (between(lambda s, x: F.dropout1d(x, 0.5, s.training)), UNTAKEN),
+    "paths dropped": (between(paths_dropped), UNTAKEN),
     "reversed between": (between(lambda s, x: Reversing.apply(x)), UNTAKEN),
     "hooked": (between(halved_gradient), "give e.weight another gradient; move .* hooks of"),
     "without gradients": (without_gradients, r"b\.0 is called under torch\.no_grad\(\)"),
