@@ -108,19 +108,23 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
             "give at least one each, leave it out (a DataLoader's drop_last=True), or use a "
             "Trainer, which evaluates a short batch, and trains on it by a schedule with a flush"
         )
-    # [2] as numpy and torch split what does not divide: sizes differ by one at most
-    numbers = np.array_split(np.arange(samples), pieces)
-
-    def part(first: int, last: int) -> Any:
-        cut = [leaf[first : last + 1] if _cuttable(leaf) else leaf for leaf in leaves]
-        return trees.unflatten(cut, spec)
-
+    # [2] every array, and then its parts beside those of the others
+    ends = [*pairwise(accumulate(sizes_of(samples, pieces), initial=0))]
     try:
-        return [part(int(n[0]), int(n[-1])) for n in numbers]  # the first ones are larger
+        cut = [[x[a:b] for a, b in ends] if _cuttable(x) else [x] * pieces for x in leaves]
+        plain = spec == trees.flatten((0, 0))[1]  # mostly: two arrays
+        parts = zip(*cut, strict=True)
+        return [*parts] if plain else [trees.unflatten(part, spec) for part in parts]
     except Exception as error:  # such as of a sparse tensor
         raise ValueError(
             f"batch {number} cannot be cut along its first dimension: give dense arrays"
         ) from error
+
+
+def sizes_of(samples: int, pieces: int) -> list[int]:
+    """The samples of each piece of a batch: as numpy and torch split it, the first are larger."""
+    size, larger = divmod(samples, pieces)
+    return [size + 1] * larger + [size] * (pieces - larger)
 
 
 def slices_of(piece: Any, shares: Sequence[float], trees: Trees) -> list[Any]:
@@ -219,12 +223,14 @@ class Data(Sequence):
             self._kept[b] = self.trees.map(self.trees.copy, batch)
         return self._kept[b]
 
-    def pieces(self, count: int, which: slice) -> list[tuple[Any, Any]]:
-        """Each batch cut into `count` pieces (input, target), of which these are given."""
-        pairs = enumerate(self.numbers)
-        return [
-            p for b, number in pairs for p in cut_batch(self[b], count, number, self.trees)[which]
-        ]
+    def pieces(self, count: int, which: slice) -> list[tuple[Any, Any, int]]:
+        """Of each batch these of `count` pieces: input, target, and how many samples they have."""
+        pieces = []
+        for b, number in enumerate(self.numbers):
+            pairs = cut_batch(self[b], count, number, self.trees)[which]
+            sizes = sizes_of(samples_of(self[b], self.trees), count)[which]
+            pieces += [(x, y, size) for (x, y), size in zip(pairs, sizes, strict=True)]
+        return pieces
 
     def digests(self) -> dict[str, str | None]:
         """Of the batches that were read."""

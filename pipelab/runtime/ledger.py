@@ -34,6 +34,8 @@ class Ledger:
 
     def drop(self, key: Hashable) -> None:
         """`key` no longer holds anything."""
+        if key not in self._blocks:  # none are counted
+            return
         with self._lock:
             for block in self._blocks.pop(key, {}):
                 # A block is free when the last of those who hold it lets go.

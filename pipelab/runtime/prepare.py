@@ -9,7 +9,7 @@ import numpy as np
 
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import delays, durations, waits
-from pipelab.runtime.batches import Data, counted, samples_of, slices_of
+from pipelab.runtime.batches import Data, counted, slices_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch
 from pipelab.runtime.work import Work
@@ -91,8 +91,8 @@ def seed_for(seed: int, stage: int, piece: int) -> np.uint32:
 
 def unit_of(data: Data, pieces: int) -> int:
     """The unit of counts for batches like the first of these, cut into this many pieces."""
-    smallest = data.pieces(pieces, slice(-1, None))[0]
-    return 1 << samples_of(smallest, data.trees).bit_length()
+    *_, samples = data.pieces(pieces, slice(-1, None))[0]  # the last is the smallest
+    return 1 << samples.bit_length()
 
 
 def microbatches_of(
@@ -109,16 +109,21 @@ def microbatches_of(
     numbers = [b * m + place for b in data.numbers for place in range(count)]
     stages = [s for s, d in enumerate(table.placement) if d == row]
     recompute = options.recompute.mask(m, m)
-    pieces: Sequence[tuple[Any, Any]] = [(None, None)] * len(numbers)
+    pieces: Sequence[tuple[Any, Any, int]] = [(None, None, 0)] * len(numbers)
     needs_data = any(any(table.ends(s)) for s in stages)
     if needs_data:
         sequences = count // table.per_sequence
         share = slice(replica * sequences, (replica + 1) * sequences)
         pieces = data.pieces(sequences * replicas, share)
         if table.slices:
-            pieces = [s for piece in pieces for s in slices_of(piece, table.slices, data.trees)]
+            of_slices = [slices_of(pair, table.slices, data.trees) for *pair, _ in pieces]
+            pieces = [
+                (x, y, counted((x, y), data.trees, table.slices))
+                for slices in of_slices
+                for x, y in slices
+            ]
 
-    def microbatch(s: int, k: int, x: Any, y: Any) -> MicroBatch:
+    def microbatch(s: int, k: int, x: Any, y: Any, samples: int) -> MicroBatch:
         batch, place = divmod(k, m)
         # Data are numbered batch by batch, and in a batch replica by replica.
         piece = (batch * replicas + replica) * m + place
@@ -130,15 +135,15 @@ def microbatches_of(
             recompute=recompute[place],
             x=x if first else None,
             target=y if last else None,
-            samples=counted((x, y), data.trees, table.slices) if last else 0,
+            samples=samples if last else 0,
             seed=None if options.seed is None else (options.seed, s % table.model_stages, piece),
         )
 
-    pairs = [*zip(numbers, pieces, strict=True)]
+    numbered = [*zip(numbers, pieces, strict=True)]
     return {
         s: {
-            k: microbatch(s, k, *pair)
-            for k, pair in pairs
+            k: microbatch(s, k, *piece)
+            for k, piece in numbered
             if work.copy(k) == s // table.model_stages
         }
         for s in stages

@@ -1,5 +1,6 @@
 """A device and its stages, which a worker drives, for any library."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from pipelab.runtime.ledger import Ledger
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Bytes, MicroBatch, Order, Seen, Step, Update
 from pipelab.table.action import Kind
+
+NO_CONTEXT = nullcontext()  # one for all that need none
 
 
 class Device:
@@ -33,15 +36,15 @@ class Device:
 
     def placing(self) -> AbstractContextManager:
         """The context in which the caller's thread makes the worker's stages."""
-        return nullcontext()
+        return NO_CONTEXT
 
     def active(self) -> AbstractContextManager:
         """The context of a worker thread."""
-        return nullcontext()
+        return NO_CONTEXT
 
     def working(self, stage: int) -> AbstractContextManager:
         """The context of all that is done for a stage, inside `active`."""
-        return nullcontext()
+        return NO_CONTEXT
 
     def follow(self, marks: Iterable[Any]) -> None:
         """Let what comes in this `working` start after these marks of the stages' work."""
@@ -72,7 +75,7 @@ class Device:
 
     def copying(self) -> AbstractContextManager:
         """The context of a copy to or from the host that overlaps with compute."""
-        return nullcontext()
+        return NO_CONTEXT
 
     def reach(self, mark: Any) -> None:
         """Wait until the device's work is there: what it uses until then is not free for more."""
@@ -380,13 +383,13 @@ class CountingStage(Stage):
     def check_loss(self, microbatch: int) -> None:
         """FloatingPointError for a loss that is nan or inf, unless `finite` allows it."""
         mean, count = self.losses[microbatch]
-        if not 0 <= count < np.inf:
+        if not 0 <= count < math.inf:
             raise ValueError(
                 f"the loss is the mean of {count}: return (mean, count), with the count as a number"
             )
         # A micro-batch that counts nothing may have any mean: it weighs nothing.
         matters = self.options.finite and self.training and count
-        if matters and not np.isfinite(value := float(mean)):
+        if matters and not math.isfinite(value := float(mean)):
             batch = self.fed[microbatch].batch
             raise FloatingPointError(
                 f"the loss of micro-batch {microbatch} (batch {batch}) is {value}; "

@@ -9,13 +9,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipelab.runtime.orders import NO_BYTES, Bytes, Order, Outcome, Record, Update
-from pipelab.runtime.stage import Device, Stage
+from pipelab.runtime.stage import NO_CONTEXT, Device, Stage
 from pipelab.runtime.transport import Aborted, Key, Message, Transport
 from pipelab.table.action import HOST, Action, Kind
 from pipelab.table.schedule import Schedule
@@ -108,12 +108,19 @@ class Job(ABC):
         return None
 
 
-class Done(NamedTuple):
-    """An action that is done: what it makes, and marks of its start and end."""
+@dataclass(slots=True)
+class _Task:
+    """An action under way: what it has received, what it makes, and marks of its start and end.
 
-    output: Any
-    start: Any
-    end: Any
+    arrived  when its input was there, where that came from another device
+    """
+
+    action: Action
+    received: Any = None
+    arrived: float = math.nan
+    output: Any = None
+    start: Any = None
+    end: Any = None
 
 
 @dataclass
@@ -178,7 +185,7 @@ class Worker:
         self.device.finish()
         if failed := self.device.failed(record.end):
             i, error = failed
-            raise self._failure(order.actions[i], None, error) from error
+            raise self.failure(order.actions[i], None, error) from error
         # Marks of a GPU have their seconds when all its work is done: these are asked for last.
         record.start, record.end = map(self.device.seconds, (record.start, record.end))
         outcome = Outcome(
@@ -222,17 +229,15 @@ class Worker:
 
         Returns False if all are done. RunError, with its cause, if an action fails.
         """
-        i, first = next(self._next, NO_ACTION)
-        if first is None:
+        i, action = next(self._next, NO_ACTION)
+        if action is None:
             return False
-        actions, ledger = [first], self.device.ledger
-        following = self.order.actions[i + 1 : i + 2] if self.order.overlapped else ()
-        if following and following[0] in self.order.overlapped:
-            actions.append(next(self._next)[1])
         if self.progress:
-            self.progress(self.job.mark(first))
+            self.progress(self.job.mark(action))
         # [1] receive what they need
-        inputs = [self._receive(i + k, action) for k, action in enumerate(actions)]
+        tasks = [self._receive(i, action)]
+        if self.order.overlapped and self._overlaps(i + 1):
+            tasks.append(self._receive(*next(self._next)))
         # [2] do them
         # At most two steps are ahead of the device: memory of those before is free for this one. In
         # a paced run not before it is due; nothing starts after the run has ended.
@@ -240,79 +245,82 @@ class Worker:
             for end in self._under_way.popleft():
                 self.device.reach(end)
         before = self._under_way[-1] if self._under_way else []
-        due = self.began + self.clock - time.perf_counter() if self.order.paces else 0
-        self.transport.sleep(due)
+        paces = self.order.paces
+        self.transport.sleep(self.began + self.clock - time.perf_counter() if paces else 0)
+        ledger = self.device.ledger
         ledger.most = ledger.held
-        work = [
-            partial(self._compute, action, received, before)
-            for action, (received, _) in zip(actions, inputs, strict=True)
-        ]
-        done = self._together(actions, work)
-        self._under_way.append([one.end for one in done])
-        self.record.late += self._take_time(i, len(actions))
-        for action, (received, arrived), one in zip(actions, inputs, done, strict=True):
+        if len(tasks) == 1 and action.kind not in HOST:
+            self._compute(tasks[0], before)
+        else:
+            self._together(tasks, before)
+        self._under_way.append([task.end for task in tasks])
+        if paces:
+            self.record.late += self._take_time(paces[i : i + len(tasks)])
+        for task in tasks:
             # After the mark of its end: what the check keeps is not the action's time.
-            end = self.device.now() if self.order.paces else one.end
-            with self._failing(action, received), self.device.working(action.stage):
-                stage = self.stages[action.stage]
+            end = self.device.now() if paces else task.end
+            stage, action = self.stages[task.action.stage], task.action
+            with _Failing(self, task), self.device.working(action.stage):
                 stage.snapshot()
                 # [3] send what it makes
-                self._send(action, one.output)
+                self._send(action, task.output)
                 if action.kind in (Kind.B, Kind.W):
                     update = action.microbatch // self.job.schedule.per_update
                     if stage.complete(update):
                         self._end_backwards(action.stage, update)
             # [4] note what happened
             if self.order.report:
-                self._note(action, received, arrived, one.start, end)
+                self._note(task, end)
         return True
 
-    def _together(
-        self, actions: Sequence[Action], work: Sequence[Callable[[], Done]]
-    ) -> list[Done]:
-        """What comes of actions that overlap."""
-        copy_last = actions[-1].kind in HOST
-        if copy_last:  # it uses no module
-            *here, aside = work
-        elif len({action.stage for action in actions}) > 1:
-            aside, *here = work
-        else:  # two threads must not use one stage's module
-            return [compute() for compute in work]
-        wait = self.device.beside(aside)  # a GPU is asked for a copy first
+    def _overlaps(self, i: int) -> bool:
+        """Whether action i overlaps with the one before it."""
+        return i < len(self.order.actions) and self.order.actions[i] in self.order.overlapped
+
+    def _together(self, tasks: Sequence[_Task], before: list[Any]) -> None:
+        """Do an action and the one that overlaps with it, or a copy to or from the host."""
+        work = [partial(self._compute, task, before) for task in tasks]
+        aside: Callable[[], None] | None = None
+        if tasks[-1].action.kind in HOST:  # it uses no module
+            aside = work.pop()
+        elif tasks[0].action.stage != tasks[1].action.stage:
+            aside = work.pop(0)
+        # Else both are done here: two threads must not use one stage's module.
+        wait = self.device.beside(aside) if aside else None  # a GPU is asked for a copy first
         try:
-            done = [compute() for compute in here]
+            for compute in work:
+                compute()
         finally:  # nothing goes on behind an error
-            other = wait()
-        return [*done, other] if copy_last else [other, *done]
+            if wait:
+                wait()
 
-    def _compute(self, action: Action, received: Any, before: list[Any]) -> Done:
+    def _compute(self, task: _Task, before: list[Any]) -> None:
         """Do an action; its start comes after the marks `before`."""
-        copying = self.device.copying if action.kind in HOST else nullcontext
-        with self.device.working(action.stage), copying():
+        action = task.action
+        copying = self.device.copying() if action.kind in HOST else NO_CONTEXT
+        with self.device.working(action.stage), copying:
             self.device.follow(before)
-            start = self.device.now()
-            with self._failing(action, received):
-                output = _carried_out(action, self.stages[action.stage], received)
-            return Done(output, start, self.device.now())
+            task.start = self.device.now()
+            with _Failing(self, task):
+                task.output = _carried_out(action, self.stages[action.stage], task.received)
+            task.end = self.device.now()
 
-    def _note(self, action: Action, received: Any, arrived: float, start: Any, end: Any) -> None:
-        record, ledger, stage = self.record, self.device.ledger, self.stages[action.stage]
+    def _note(self, task: _Task, end: Any) -> None:
+        record, ledger, action = self.record, self.device.ledger, task.action
+        stage = self.stages[action.stage]
         # A forward changes activations alone, which the ledger counts.
         if action.kind is not Kind.F and self._kept[action.stage] != (held := stage.held()):
             self._kept[action.stage] = held
             self._bytes = _sum(self._kept.values())
-        record.start.append(start)
+        record.start.append(task.start)
         record.end.append(end)
-        record.arrived.append(arrived)
-        record.received.append(0 if math.isnan(arrived) else self.device.size(received))
+        record.arrived.append(task.arrived)
+        known = not math.isnan(task.arrived)
+        record.received.append(self.device.size(task.received) if known else 0)
         record.held.append(ledger.held)
         record.most.append(max(ledger.held, ledger.most))
         record.kept.append(self._bytes)
         record.versions.append(stage.versions_held)
-
-    def _failing(self, action: Action, received: Any = None) -> "_Failing":
-        """A context whose errors are the action's."""
-        return _Failing(partial(self._failure, action, received))
 
     @contextmanager
     def _failing_late(self) -> Iterator[None]:
@@ -327,7 +335,8 @@ class Worker:
                 raise RunError(message, self.job.row) from error
             raise
 
-    def _failure(self, action: Action, received: Any, error: BaseException) -> RunError:
+    def failure(self, action: Action, received: Any, error: BaseException) -> RunError:
+        """The error of an action that failed."""
         message = f"{self.job.where}, action {action}: {told(error)}"
         if doubt := self.device.doubt(error):
             return RunError(f"{message}; {doubt}", self.job.row, action)
@@ -338,12 +347,15 @@ class Worker:
             message += f" (it was given {self.device.describe(received)})"
         return RunError(message, self.job.row, action)
 
-    def _receive(self, i: int, action: Action) -> tuple[Any, float]:
-        """The input of action i and, where it comes from another device, when it was there."""
-        with self._failing(action), self.device.working(action.stage):
-            return self._received(i, action)
+    def _receive(self, i: int, action: Action) -> _Task:
+        """Action i with its input."""
+        task = _Task(action)
+        with _Failing(self, task), self.device.working(action.stage):
+            task.received, task.arrived = self._received(i, action)
+        return task
 
     def _received(self, i: int, action: Action) -> tuple[Any, float]:
+        """The input of action i and, where it comes from another device, when it was there."""
         # An update waits for news, all others for the output of one action at most.
         s, kind, number = action
         if kind is Kind.U and s in self.job.partners:
@@ -442,11 +454,9 @@ class Worker:
 
     # ---- pacing
 
-    def _take_time(self, i: int, count: int) -> bool:
-        """Wait until action i, or so many that overlap, are due to end; whether they were late."""
-        if not self.order.paces:
-            return False
-        duration = max(seconds for seconds, _ in self.order.paces[i : i + count])
+    def _take_time(self, paces: Sequence[tuple[float, float]]) -> bool:
+        """Wait until actions that overlap are due to end; whether they were late."""
+        duration = max(seconds for seconds, _ in paces)
         self.device.finish()
         # A GPU's work is only queued when a call returns, so it was waited for.
         done, due = time.perf_counter() - self.began, self.clock + duration
@@ -457,11 +467,13 @@ class Worker:
         return late
 
 
-@dataclass
 class _Failing:
-    """A context that raises an error's failure. No generator, which takes four times longer."""
+    """A context whose errors are an action's. No generator, which takes four times longer."""
 
-    failure: Callable[[BaseException], RunError]
+    __slots__ = ("task", "worker")
+
+    def __init__(self, worker: Worker, task: _Task) -> None:
+        self.worker, self.task = worker, task
 
     def __enter__(self) -> None:
         return None
@@ -471,7 +483,7 @@ class _Failing:
         if isinstance(error, (Exception, SystemExit)) and not isinstance(
             error, (Aborted, RunError)
         ):
-            raise self.failure(error) from error
+            raise self.worker.failure(self.task.action, self.task.received, error) from error
 
 
 def _carried_out(action: Action, stage: Stage, received: Any) -> Any:

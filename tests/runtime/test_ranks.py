@@ -157,7 +157,7 @@ def test_parametrized_layers_cross_processes(name):
 
 def test_a_large_value_is_whole_and_leaves_nothing_in_the_store():
     ranks = Ranks.__new__(Ranks)
-    ranks.store = torch.distributed.HashStore()
+    ranks.store, ranks._long = torch.distributed.HashStore(), set()
     value = bytes(range(256)) * (MOST // 100)
     ranks.give("value", value)
     assert ranks.take("value", 1.0) == value

@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition, RLock, Thread, get_ident
@@ -19,11 +19,10 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pipelab.runtime.orders import Order
-from pipelab.runtime.stage import Device
+from pipelab.runtime.stage import NO_CONTEXT, Device
 from pipelab.runtime.torch.ledger import TorchLedger
 from pipelab.runtime.torch.streams import receiving_on
 
-NO_CONTEXT = nullcontext()  # of an action that needs none
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
 
@@ -104,6 +103,8 @@ class CpuDevice(Device):
             yield
 
     def callers_work(self, order: Order) -> list[torch.cuda.Event]:
+        if not torch.cuda.is_initialized():  # then nothing is on a GPU
+            return []
         every = [fed for by_number in order.microbatches.values() for fed in by_number.values()]
         data = self.arrays([(fed.x, fed.target) for fed in every])
         return self._marks_on({tensor.device for tensor in data if tensor.is_cuda})
@@ -118,6 +119,8 @@ class CpuDevice(Device):
 
     def placed(self, tensor: Tensor) -> Tensor:
         """A copy of the caller's data on this device."""
+        if tensor.is_cpu:
+            return tensor.clone()
         with self._copy_context(tensor):
             return tensor.to(self.device, copy=True)
 

@@ -1,7 +1,8 @@
 """The account of what torch keeps for backwards: what autograd saves, by unique storages."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 from weakref import ref
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipelab.runtime.ledger import Ledger
+from pipelab.runtime.stage import NO_CONTEXT
 
 
 class Saved:
@@ -64,7 +66,7 @@ class TorchLedger(Ledger):
     def watch(self, key: Hashable, into: list[ref[Saved]] | None = None) -> AbstractContextManager:
         """Count for `key` all that autograd saves in this context, and list it in `into`."""
         if not self.counting:
-            return nullcontext()
+            return NO_CONTEXT
 
         def pack(tensor: Tensor) -> Saved:
             # Lines that every saved tensor runs, most of them cold: no calls of one another.
@@ -136,13 +138,17 @@ REASONS = {
 }
 
 
-class Explained:
-    """A context of a forward whose own derivatives torch refuses: ValueError with the reason."""
+def explaining(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward, with ValueError and the reason where torch refuses its own derivatives."""
 
-    def __enter__(self) -> None:
-        return None
+    @wraps(forward)
+    def explained(*arguments: Any) -> Any:
+        try:
+            return forward(*arguments)
+        except RuntimeError as error:
+            for words, reason in REASONS.items():
+                if words in str(error):
+                    raise ValueError(reason) from error
+            raise
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        for words, reason in REASONS.items():
-            if isinstance(error, RuntimeError) and words in str(error):
-                raise ValueError(reason) from error
+    return explained

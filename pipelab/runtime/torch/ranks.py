@@ -32,6 +32,7 @@ class Ranks(Cluster):
         """Read the launcher's environment."""
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         super().__init__(rank, world, timeout, call)
+        self._long: set[str] = set()  # names of its values that came in several pieces
         known = (os.environ[name] for name in LOCAL if name in os.environ)
         self.local = next(map(int, known), None)
 
@@ -81,6 +82,8 @@ class Ranks(Cluster):
     def give(self, name: str, value: Any) -> None:
         packed = pickle.dumps(value)
         with lost(RuntimeError):
+            if len(packed) >= MOST:
+                self._long.add(name)
             for i in range(MOST, len(packed) + 1, MOST):
                 self.store.append(f"{name}/rest", packed[i : i + MOST])
             self.store.set(name, packed[:MOST])
@@ -110,5 +113,7 @@ class Ranks(Cluster):
 
     def drop(self, name: str) -> None:
         with lost(RuntimeError):
-            for key in (name, f"{name}/rest"):
-                self.store.delete_key(key)
+            self.store.delete_key(name)
+            if name in self._long:
+                self._long.remove(name)
+                self.store.delete_key(f"{name}/rest")

@@ -17,7 +17,7 @@ from pipelab.runtime.batches import check_leaves
 from pipelab.runtime.prepare import seed_for
 from pipelab.runtime.torch.buffers import Buffers, as_they_were, buffers_of, copies_of_buffers
 from pipelab.runtime.torch.device import NO_CONTEXT, CpuDevice, whole_backward
-from pipelab.runtime.torch.ledger import Explained, Saved, remaining, storages
+from pipelab.runtime.torch.ledger import Saved, explaining, remaining, storages
 from pipelab.runtime.torch.offload import Offloaded
 from pipelab.runtime.torch.reach import check_graph
 from pipelab.runtime.torch.split_backward import Halves
@@ -62,7 +62,7 @@ class Aliased(NamedTuple):
 class TorchStage(VersionedStage):
     """A stage of a module: the base holds its weights; micro-batches use them here."""
 
-    _told = False  # whether it has warned of padding
+    _told = False  # whether it has warned of padding, or there can be none
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
@@ -127,6 +127,7 @@ class TorchStage(VersionedStage):
         """
         self._bind_version(self.fed[microbatch].version)
 
+    @explaining
     def _apply(self, microbatch: int, x: Any, target: Any) -> tuple[Any, list[Any], float]:
         """Run the module, and the loss behind the last stage.
 
@@ -136,7 +137,7 @@ class TorchStage(VersionedStage):
         seed = None
         if fed.seed and self.known_to_draw.get(training, True):
             seed = int(seed_for(*fed.seed))
-        with Explained(), self.device.forward_context(seed, self.options.autocast) as drew:
+        with self.device.forward_context(seed, self.options.autocast) as drew:
             y, past = self.module(*x) if self.slices > 1 else (self.module(x), ())
             if self.slices > 1 and (microbatch + 1) % self.slices:
                 self._past[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, past)
@@ -267,7 +268,8 @@ class TorchStage(VersionedStage):
         of_leaves, held = self._walk(microbatch, kept, gradients, count, kind)
         # Autograd may give one memory to an input's gradient, the first of a weight's, which is
         # added to later, and what is kept for W.
-        if shared := storages([*held, *self._fresh()]):
+        new = [*held, *self._fresh()]
+        if new and (shared := storages(new)):
             of_leaves = [
                 g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
                 for g in of_leaves
@@ -375,7 +377,10 @@ def _check_mean(mean: Any, output: Any) -> None:
 
 
 def _warn_of_padding(loss: Any, target: Any) -> bool:
-    """Warn of a loss without a count if its targets hold -100, which torch's losses leave out."""
+    """Warn of a loss without a count if its targets hold -100, which torch's losses leave out.
+
+    Returns whether that need not be looked for again.
+    """
     whole = [t for t in _leaves(target) if getattr(t, "dtype", 0) is torch.int64]
     padded = any((t == -100).any() for t in whole)
     if padded:
@@ -388,7 +393,7 @@ def _warn_of_padding(loss: Any, target: Any) -> bool:
             0,
             getattr(loss, "__module__", None),
         )
-    return padded
+    return padded or not whole
 
 
 def _aliases(output: Any) -> list[int]:

@@ -95,6 +95,7 @@ class VersionedStage(CountingStage):
         super().__init__(device, options, first=first, last=last)
         self.module, self.ties, self.copies = module, ties, copies
         self.slices, self.splits = slices, splits
+        self._on_cpu = device.device.type == "cpu"
         self._modes: list[tuple[nn.Module, bool]] = []  # of the module's parts in training
         self._before: list[tuple[str, Tensor]] = []  # buffers before an evaluation
         self._past: dict[int, Any] = {}  # by slice, what its forward has left for the next one
@@ -160,6 +161,8 @@ class VersionedStage(CountingStage):
         # Copies: a slice would keep, and count as, the memory of the whole batch, with its graph.
         if isinstance(data, Tensor):
             return self.device.placed(data.detach())
+        if data is None:  # of a stage that reads none
+            return None
         return pytree.tree_map_only(Tensor, self.placed, data)
 
     def _load(self, start: StageState) -> None:
@@ -475,12 +478,10 @@ class VersionedStage(CountingStage):
 
     def _note_buffers(self) -> None:
         """After a forward, which may have put other tensors there."""
+        if not self._buffered:
+            return
         if any(now is not self._buffers.get(at) for at, now in buffers_of(self._buffered).items()):
             self._note_constants()
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self.device.device.type == "cpu"
 
 
 def _parameter(data: Tensor, like: nn.Parameter) -> nn.Parameter:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from pipelab import Schedule, evaluate, make, run
 from pipelab.runtime import transport
+from pipelab.runtime.batches import Data
 from pipelab.runtime.torch import weights
 from pipelab.runtime.torch.backend import TorchBackend
 from pipelab.runtime.torch.stage import TorchStage
@@ -65,7 +66,8 @@ def test_batch_losses_of_an_evaluation_are_judged(monkeypatch):
     # Here all of them count the same, whatever their size.
     arguments = make("gpipe", 2, 4), stages(2), batches(1, samples=10), F.mse_loss
     assert evaluate(*arguments).check.passed
-    monkeypatch.setattr("pipelab.runtime.prepare.counted", lambda piece, trees, slices: 1)
+    pieces = Data.pieces
+    monkeypatch.setattr(Data, "pieces", lambda *a: [(x, y, 1) for x, y, _ in pieces(*a)])
     found = evaluate(*arguments).check
     assert not found.passed
     assert "the loss of batch 0" in found.worst
