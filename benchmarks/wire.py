@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -118,6 +119,20 @@ def batch_in_a_loop(case: Case, microbatches: int, count: int) -> float:
     return statistics.median(seconds[1:])
 
 
+def on_one_core(call: Callable[[], float]) -> Callable[[], float]:
+    """The call, whose threads share a core; on Linux."""
+
+    def pinned() -> float:
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(before)})
+        try:
+            return call()
+        finally:
+            os.sched_setaffinity(0, before)
+
+    return pinned
+
+
 def _empty_actions(repeats: int, sizes: Sizes, on_two: Sequence[list[float]]) -> list[str]:
     m, count, name = sizes.empty, sizes.batches, "pipedream_flush"
 
@@ -139,6 +154,7 @@ def _empty_actions(repeats: int, sizes: Sizes, on_two: Sequence[list[float]]) ->
         (f"threads{of_many}", 1): ours(1, "threads", weights=many),
         ("threads", 2): ours(2, "threads"),
         ("threads, kept for the check", 2): ours(2, "threads", check=True),
+        ("threads, all on one core", 2): on_one_core(ours(2, "threads")),
         ("processes", 2): ours(2, "processes"),
         ("processes, kept for the check", 2): ours(2, "processes", check=True),
         ("torch.distributed.pipelining", 2): lambda: batch_of_torch(empty(2), name, 2, m, count),
@@ -153,7 +169,9 @@ def _empty_actions(repeats: int, sizes: Sizes, on_two: Sequence[list[float]]) ->
         paragraph(
             f"Stages that multiply one number by one weight; 1F1B, {m} micro-batches. Microseconds "
             "per action of a rank, a batch's time / (2 m + 1), so with the waiting for the other "
-            "rank's messages. `run` counts the memory of every action; a Trainer does not."
+            "rank's messages. `run` counts the memory of every action; a Trainer does not. On one "
+            "core the interpreter's lock passes from thread to thread without a wait for another "
+            "core to wake."
         ),
         table(
             ("runtime", "ranks", "µs per action"),

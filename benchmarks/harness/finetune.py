@@ -124,7 +124,7 @@ while done < options.steps:
         done += 1
         if last and (done == 1 or done % 10 == 0):
             print(f"step {done}: loss {loss:.3f}, norm {norm.sqrt():.2f}")
-        if done % 20 == 0 or done == options.steps:
+        if done % len(loader) == 0 or done == options.steps:
             held_out = losses_of(schedule.eval, *collate(passages[:32]))
             folder = options.folder / str(done)
             folder.mkdir(parents=True, exist_ok=True)

@@ -206,6 +206,7 @@ def test_the_job_of_two_runtimes(tmp_path):
     script.write_text('"""Words.\n\nMore."""\n# a comment\nx = """a\nb"""\n\nraise ValueError(x)\n')
     assert job._lines(script) == 3
     assert job._lines(job.OURS) < job._lines(job.THEIRS)
+    assert compile(job._cut_by_hand(tmp_path / "by_hand.py").read_text(), "by_hand", "exec")
 
 
 # ---- the scripts
