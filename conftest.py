@@ -32,6 +32,8 @@ if threading.current_thread() is threading.main_thread():
 
 
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # a fork says what starts others
+        sys.executable = config.workerinput["python"]
     if getattr(config.option, "nbval", False):
         if getattr(config.option, "numprocesses", None):
             folder = config.stash[WARM] = TemporaryDirectory(prefix="pipelab-", dir="/tmp")
@@ -59,6 +61,20 @@ def pytest_collection_finish(session):
     """Lectures draw in their pages: only the tests, which have matplotlib by now, are told Agg."""
     if getattr(session.config.option, "nbval", False):
         os.environ.pop("MPLBACKEND", None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """The workers are forks, too."""
+    if SERVER in config.stash:
+        warm.wait(config.stash[WARM].name, config.stash[SERVER])
+        for spec in specs:
+            spec.python = os.environ["PIPELAB_PYTHON"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["python"] = sys.executable
 
 
 @pytest.hookimpl(optionalhook=True)

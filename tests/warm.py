@@ -17,6 +17,8 @@ import socket
 import sys
 import tempfile
 import threading
+import time
+import warnings
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -25,6 +27,7 @@ from types import ModuleType
 IMPORTED = (
     *("torch._dynamo", "torch.distributed.run", "transformers.models.gpt2.modeling_gpt2"),
     *("matplotlib.pyplot", "pandas", "ipykernel.ipkernel", "multiprocessing.spawn"),
+    *("jax", "flax.nnx", "optax", "networkx", "pytest"),
 )
 CLIENT = """#!/bin/sh
 '''exec' '{python}' -IS "$0" "$@"
@@ -60,6 +63,12 @@ def python(folder):
     return str(path)
 
 
+def wait(folder, server):
+    """Until forks can be had of this process; who asks before gets a new Python."""
+    while not Path(folder, "address").exists() and server.poll() is None:
+        time.sleep(0.05)
+
+
 def serve(address):
     """Fork for whoever asks, until the parent ends; returns in a fork, with its arguments."""
     parent, forks = os.getppid(), {}
@@ -87,7 +96,10 @@ def serve(address):
                 size, files, _, _ = socket.recv_fds(asked, 8, 3)
                 with asked.makefile("rb") as told:
                     wanted = told.read(int.from_bytes(size, "big"))
-                if pid := os.fork():
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # jax has no thread yet
+                    pid = os.fork()
+                if pid:
                     forks[pid] = asked
                     with suppress(BrokenPipeError):  # it was killed meanwhile
                         asked.send(pid.to_bytes(8, "big"))
@@ -115,6 +127,12 @@ def become(arguments, environment, folder, files, paths):
         environment["JPY_PARENT_PID"] = str(os.getppid())
     os.environ.clear()
     os.environ.update(environment)
+    jax = sys.modules["jax"]
+    for name, text in environment.items():  # it has read its own
+        if name.startswith("JAX_") and (known := getattr(jax.config, name.lower(), text)) != text:
+            kind = str if known is None else type(known)
+            value = text.lower() in ("1", "true") if kind is bool else kind(text)
+            jax.config.update(name.lower(), value)
     tempfile.tempdir = None  # an import has asked for it, and the environment may name another
     os.chdir(folder)
     sys.executable = environment.get("PIPELAB_PYTHON", sys.executable)
@@ -145,7 +163,8 @@ def become(arguments, environment, folder, files, paths):
 
 if __name__ == "__main__":
     own = {*os.environ.get("PYTHONPATH", "").split(os.pathsep)}
-    others = [path for path in sys.path[1:] if path not in own]
+    del sys.path[0]  # this folder, which has a jax of its own
+    others = [path for path in sys.path if path not in own]
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()

@@ -441,10 +441,11 @@ def test_a_training_that_cannot_be_touches_nothing(options, tmp_path, capsys):
 def test_kill_leaves_what_can_be_gone_on_with_and_nothing_else(tmp_path, short_path):
     """Also where Ctrl-C is ignored, as for what a script starts in the background."""
     command = [*COMMAND[:-1], "200", "--every", "1", "--length", "8", "--backend", "processes"]
+    places = {"TMPDIR": short_path, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "torch's"}
     process = subprocess.Popen(
         [sys.executable, "-m", "pipelab", *command, "--save", "R"],
         cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(short_path), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | {k: str(v) for k, v in places.items()},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
