@@ -56,6 +56,17 @@ def tables(draw, names=tuple(name for name in THEORY if name not in (*V, *OTHERS
     return make(name, p, m, virtual=v, batches=batches), p, m, v, batches
 
 
+def rich_tables():
+    """Pairs, copies of the model, slices and copies to the host, which `tables` does not have."""
+    return [
+        make("dualpipe", 2, 4).overlap(),
+        make("overlapped_1f1b", 2, 4, virtual=2),
+        make("chimera", 4, 4, batches=2),
+        make("seq1f1b", 2, 3, slices=3),
+        make("pipedream_flush", 3, 6).offload().overlap(),
+    ]
+
+
 @pytest.fixture
 def short_path():
     """A new folder, of a path short enough for a socket's: pytest's own may not be."""

@@ -226,12 +226,15 @@ class Timeline:
         Raises ValueError for a table with transfers.
         """
         self.refuse_transfers("critical_path")
-        arrival = self.input_arrival()
+        arrival, joined = self.input_arrival(), self.schedule.joined
         path = [self.end.index(max(self.end))]
         while True:
             i = path[-1]
-            source, before = self.schedule.inputs[i], self.before[i]
-            if before is not None and (source is None or self.end[before] >= arrival[i]):
+            # Two that overlap wait for both inputs.
+            together = [i - 1, i] if i in joined else [i, i + 1] if i + 1 in joined else [i]
+            late = max(together, key=arrival.__getitem__)
+            source, before = self.schedule.inputs[late], self.before[i]
+            if before is not None and (source is None or self.end[before] >= arrival[late]):
                 path.append(before)
             elif source is not None:
                 path.append(source)

@@ -14,7 +14,7 @@ from pipelab import Costs, Kind, Schedule, make, simulate
 from pipelab.measure.trace import to_trace
 from pipelab.predict.attribution import Cause
 from pipelab.predict.timeline import Bubble, Timeline
-from tests.conftest import tables
+from tests.conftest import rich_tables, tables
 
 costs = st.builds(
     Costs,
@@ -228,3 +228,16 @@ def test_the_critical_path_takes_the_row_where_both_came_at_once():
     t = simulate(make("gpipe", 2, 2))
     path = [str(t.schedule.actions[i]) for i in t.critical_path()]
     assert path == ["0F0", "1F0", "1F1", "1B0", "0B0", "0B1"]
+
+
+@pytest.mark.parametrize("transfer", [0, 0.5])
+@pytest.mark.parametrize("table", rich_tables(), ids=lambda table: table.name)
+def test_the_critical_path_of_pairs_is_unbroken(table, transfer):
+    """Both of a pair wait for the input that comes last."""
+    t = simulate(table, Costs(0.9, 1.2, 0.7, transfer=transfer, activations=1, host=2))
+    path = t.critical_path()
+    assert t.start[path[0]] == 0 and t.end[path[-1]] == t.makespan
+    for i, j in pairwise(path):
+        taker = table.takers[i]  # j, or what overlaps with it
+        came = t.input_arrival()[taker] if taker in (j - 1, j, j + 1) else t.end[i]
+        assert t.start[j] == pytest.approx(came)
