@@ -482,3 +482,25 @@ def test_what_it_shows():
     assert repr(found).startswith("<Bound 39 by the memory limit: busiest device 27, round trip 23")
     assert found.gap(46.8) == pytest.approx(0.2)
     assert bound(replace(Costs(), forward=0, input_grad=0, weight_grad=0), 2, 2).gap(0) == 0
+
+
+def test_a_simulation_at_hand_is_taken(monkeypatch):
+    model, schedule = Costs([1, 2, 1]), make("gpipe", 3, 4)
+    asked, timeline = gap(schedule, model), simulate(schedule, model)
+    monkeypatch.delattr("pipelab.optimize.bounds.simulate")
+    assert gap(schedule, model, timeline) == asked
+
+
+def test_what_w_needs_takes_its_part_of_the_memory():
+    costs = Costs([2, 5], [5, 1], [0, 4])
+    # A micro-batch keeps one half of its memory for 2 + 5 + 1 + 5 s, the other for 5 + 1 + 4 s.
+    found = bound(costs, 1, 2, memory=1, placement=(0, 0))
+    assert found.by["memory turnover"] == 2 * (13 + 10) / 2
+
+
+def test_the_forwards_that_fit_are_those_that_last_longest_for_their_memory():
+    """Two of stage 0 take 6 s; five of stage 3, and a third of one of stage 0, take 3.5 s."""
+    costs = Costs([3, 0.5, 0.5, 0.5], 1, [10, 0, 0, 0], transfer=10, activations=[3, 1, 1, 1])
+    first_back, work = 3 + 10 + 0.5 + 0.5 + 10 + 0.5, 5 * (3 + 0.5 + 1 + 1 + 10)
+    found = bound(costs, 2, 5, memory=1.5, placement=V)
+    assert found.by["memory limit"] == first_back + work - 6

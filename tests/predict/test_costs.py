@@ -1,13 +1,16 @@
 """Costs: what is one, and what becomes of a device's share in its stages."""
 
+import json
 import math
+from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelab import CostError, Costs, Recompute
-from pipelab.predict.costs import OF_DEVICE
+from pipelab import CostError, Costs, Recompute, make
+from pipelab.predict.costs import OF_DEVICE, recompute_of
 
 numbers = st.floats(0, 9)
 PLACEMENTS = ((0,), (0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 1, 1), (1, 0))
@@ -123,3 +126,61 @@ def test_which_micro_batches_are_recomputed():
 def test_what_a_weight_gradient_needs_is_by_default_all():
     assert Costs(activations=[1, 2]).of("weight_activations", 2) == [1, 2]
     assert Costs(activations=[1, 2], weight_activations=0).of("weight_activations", 2) == [0, 0]
+
+
+def test_the_micro_batches_to_recompute_may_be_listed():
+    assert recompute_of([0, 2]).mask(6, 3) == [True, False, True] * 2
+    assert recompute_of([]) is Recompute.NEVER
+    with pytest.raises(CostError, match=r"recompute=\[0, 3\]: a batch has micro-batches 0 to 2"):
+        recompute_of([0, 3]).mask(6, 3)
+
+
+@pytest.mark.parametrize("value", [2, None, {0}, [1.5], [0, -1]])
+def test_what_names_no_micro_batches(value):
+    with pytest.raises(CostError, match="use one of never, except_last, always, or list the micro"):
+        Costs(recompute=value)
+
+
+@pytest.mark.parametrize(
+    ("attention", "seconds"), [(0, [0.5, 0.5]), (0.5, [0.375, 0.625]), (1, [0.25, 0.75])]
+)
+def test_a_later_slice_attends_to_more(attention, seconds):
+    """Of the squared length, the first half of a sequence has a quarter."""
+    costs, whole = Costs(attention=attention), make("gpipe", 1, 2)
+    assert costs.of_slices(replace(whole, slices=(1, 1))) == seconds
+    assert costs.of_slices(whole) == [1]
+
+
+def test_even_slices_take_equally_long():
+    assert Costs().even_slices(4) == (0.25,) * 4
+    assert Costs(attention=1).even_slices(4) == pytest.approx(
+        (0.5, 0.5**0.5 - 0.5, 0.75**0.5 - 0.5**0.5, 1 - 0.75**0.5)  # (i / 4)^0.5 is the end of i
+    )
+    for attention, count in product((0, 0.3, 1), (1, 3)):
+        costs = Costs(attention=attention)
+        table = replace(make("gpipe", 1, count), slices=costs.even_slices(count))
+        assert costs.of_slices(table) == pytest.approx([1 / count] * count)
+
+
+def test_copies_of_the_model_cost_the_same():
+    costs = Costs([1, 2], transfer=[3], speed=[1, 4], weights=5)
+    both = costs.of_copies(make("chimera", 2, 2))
+    assert (both.forward, both.weights) == ((1, 2, 1, 2), 5)
+    assert both.transfer == (3, 0, 3)  # nothing goes from one copy to the next
+    assert both.speed == (1, 4)  # of the devices
+    assert costs.of_copies(make("gpipe", 2, 2)) == costs
+
+
+def test_costs_as_json_are_those_that_were_given():
+    text = Costs(forward=[1, 2], transfer=0.5, update=0).to_json()
+    assert json.loads(text) == {"forward": [1, 2], "transfer": 0.5}
+
+
+def test_the_smallest_and_the_largest_costs():
+    assert Costs(forward=[1e100, 1e-100, 0.99e-100]).forward == (1e100, 1e-100, 0)
+    assert Costs(speed=[1e-100, 1e100]).speed == (1e-100, 1e100)
+    for name, value in (("forward", 1.01e100), ("speed", 1.01e100), ("speed", 0.99e-100)):
+        with pytest.raises(CostError, match=f"{name}=.*: give numbers from 1e-100 to 1e\\+100"):
+            Costs(**{name: value})
+    with pytest.raises(CostError, match=r"attention=1\.01: give a share of the seconds, 0 to 1"):
+        Costs(attention=1.01)

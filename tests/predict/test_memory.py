@@ -214,3 +214,22 @@ def test_an_action_of_no_length_holds_what_it_needs():
 def test_an_input_that_is_kept_is_no_more_than_all_that_a_forward_keeps():
     costs = Costs(activations=2, boundary=5, recompute=Recompute.ALWAYS)
     assert memory(simulate(make("gpipe", 1, 4), costs), costs).peak("activations") == [8]
+
+
+def test_a_slice_keeps_its_part_of_a_sequences_activations():
+    rows = "0F0 0F1 0B1 0F2 0F3 0B3 0B2 0B0 0U0"  # held: 1/4, 1, 1/4, 1/2, 5/4, ...
+    table = Schedule.from_grid(f"# slices=1 3 microbatches=4\n{rows}")
+    assert memory_used(table, Costs()) == [1.25]
+    assert memory(simulate(table), Costs(activations=8)).peak() == [10]
+    again = Costs(activations=8, boundary=4, recompute=Recompute.ALWAYS)
+    # Before 0B3: inputs of two slices of 1/4 and one of 3/4, which then becomes whole.
+    assert memory(simulate(table, again), again).peak("activations") == [1 + 1 + 6]
+
+
+def test_what_is_offloaded_takes_no_memory():
+    table = Schedule.from_grid("0F0 0F1+0OFFLOAD0 0F2 0B2+0RELOAD0 0B1 0B0 0U0")
+    costs = Costs(activations=10, host=20)  # half a second there, and back
+    assert memory_used(table, costs) == [3]
+    time, level = memory(simulate(table, costs), costs).over_time(0)
+    held = {0: 10, 1: 20, 1.5: 10, 2: 20, 3: 30, 5: 20, 7: 10, 9: 0}
+    assert dict(zip(time, level["activations"], strict=True)) == held

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import CostError, Costs, Kind, Recompute, Schedule, make, simulate
-from pipelab.predict.simulate import compute_seconds, delays, links, transfer_seconds, waits
+from pipelab.predict.simulate import (
+    compute_seconds,
+    delays,
+    durations,
+    links,
+    transfer_seconds,
+    waits,
+)
 from tests.conftest import tables
 
 # Zero Bubble (arXiv 2401.10241), tables 5 and 9: p, m, v, F, I, W, transfer (ms) -> the published
@@ -249,3 +256,43 @@ def test_devices_of_several_stages_are_as_busy_as_those_of_one():
     one = simulate(make("pipedream_flush", 4, 8))
     many = simulate(make("interleaved", 4, 8, virtual=4), Costs().split(4))
     assert many.busy == pytest.approx(one.busy)
+
+
+def test_a_slice_takes_its_part_of_the_seconds_and_of_the_bytes():
+    rows = "0F0 0F1 0B1 0B0 0U0\n1F0 1F1 1B1 1B0 1U0"
+    table = Schedule.from_grid(f"# slices=1 3 microbatches=2\n{rows}").with_transfers()
+    costs = Costs(16, 8, 8, update=2, attention=1, boundary=8, bandwidth=1)
+    seconds = dict(zip(map(str, table.actions), durations(table, costs), strict=True))
+    assert [seconds[x] for x in ("0F0", "0F1", "1B1", "1B0", "1U0")] == [1, 15, 15, 1, 2]
+    assert [seconds[x] for x in ("0SEND_F0", "1RECV_F1", "0RECV_B0")] == [2, 6, 2]
+
+
+def test_a_pair_saves_the_mean_of_what_its_two_save():
+    table = Schedule.from_grid(
+        "# slices=1 3 microbatches=4\n0F0 0F1 0F2+0B1 0F3+0B0 0B3 0B2 0U0"  # 4 s + 12 s, 12 s + 4 s
+    )
+    costs = Costs(16, 8, 8, together=28)  # 4 s less, half of that for half of a sequence each
+    assert durations(table, costs) == [4, 12, 14, 14, 14, 14, 12, 4, 0]
+    fast = Costs(16, 8, 8, together=28, speed=[2])
+    assert durations(table, fast) == [2, 6, 7, 7, 7, 7, 6, 2, 0]
+
+
+def test_a_pair_takes_its_own_seconds_beside_longer_actions():
+    table = Schedule.from_grid("0F0 1F0 1B0 0F1+0B0 1F1 1B1 0B1 0U0 1U0")
+    seconds = durations(table, Costs([1, 9], [1, 10], [1, 10]))
+    assert seconds == [1, 9, 20, 3, 3, 9, 20, 2, 0, 0]
+
+
+def test_one_stage_has_no_links():
+    assert simulate(make("gpipe", 1, 1), Costs(transfer=[])).makespan == 3
+
+
+@pytest.mark.parametrize(
+    ("boundary", "recompute", "seconds"), [(4, "never", 5), (4, "always", 2), (14, "always", 5)]
+)
+def test_a_copy_to_the_host_has_the_bytes_that_a_forward_keeps(boundary, recompute, seconds):
+    """With recomputation its input alone, or all that it keeps if that is less."""
+    table = Schedule.from_grid("0F0 0F1+0OFFLOAD0 0F2 0B2+0RELOAD0 0B1 0B0 0U0")
+    costs = Costs(activations=10, boundary=boundary, host=2, recompute=recompute)
+    found = durations(table, costs)
+    assert found[2] == found[5] == seconds

@@ -123,12 +123,23 @@ def test_outside_its_conditions_there_is_no_answer():
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("zb_v", 1), ("v_half", 1), ("v_min", 1), ("dualpipe_v", 2)]
+    ("name", "least"),
+    [
+        *(("zb_v", 1), ("v_half", 1), ("v_min", 1), ("dualpipe_v", 2)),
+        *(("dualpipe", 2), ("zb_interleaved", 1)),
+    ],
 )
 def test_forms_of_a_v_hold_from_as_many_rounds_of_devices(name, least):
     for p in (3, 4, 7):
         assert THEORY[name].holds(p, least * p, 2)
         assert not THEORY[name].holds(p, least * p - 1, 2)
+
+
+@pytest.mark.parametrize(("name", "least"), [("chimera", 1), ("dualpipe", 2)])
+def test_peaks_of_two_copies_hold_from_as_many_rounds_of_devices(name, least):
+    for p in (2, 4, 6):
+        assert THEORY[name].peaks(p, least * p, 1)
+        assert not THEORY[name].peaks(p, least * p - 1, 1)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "zb_h1", "zb_h2"])

@@ -230,6 +230,42 @@ def test_the_critical_path_takes_the_row_where_both_came_at_once():
     assert path == ["0F0", "1F0", "1F1", "1B0", "0B0", "0B1"]
 
 
+def test_the_summary_of_slices():
+    rows = "0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0 0U0 1U0"
+    words = simulate(Schedule.from_grid(f"# slices=1 1 microbatches=2\n{rows}")).summary()
+    assert ": 1 device, 2 stages, 1 micro-batch in 2 slices each. Makespan" in words
+
+
+def test_both_of_a_pair_wait_for_the_input_that_comes_last():
+    table = Schedule.from_grid("0F0 0F1+0B0 0B1 0U0\n1F0 1B0 1F1 1B1 1U0")
+    parts = simulate(table).parts()
+    assert parts.wait == [0] * 10
+    assert parts.fed[:3] == [False, True, True]  # 0F1 takes nothing, but waits for 1B0
+
+
+def test_a_pair_whose_inputs_are_there_is_not_fed_by_the_next_actions():
+    rows = "0F0 0F1 0F2 0F3 0F4+0B0 0B1 0B2 0B3 0B4\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4"
+    t = simulate(Schedule.from_grid(rows))  # 1B0 ends at 4, as 0F3 does, and 1B1 at 7
+    assert t.parts().fed[:6] == [False] * 6
+
+
+def test_a_measured_pair_is_busy_until_both_have_ended():
+    table = Schedule.from_grid("0F0 0F1+0B0 0B1 0U0")
+    for ends in ((2, 3), (3, 2)):
+        spans = table.spans([0, 1, 1, 4, 5], [1, *ends, 5, 5], {})
+        t = Timeline(table, spans, "measured")
+        assert t.busy == [1 + 2 + 1]
+        assert t.before == [None, 0, 0, 1 if ends == (3, 2) else 2, 3]
+
+
+@pytest.mark.parametrize(("host", "last"), [(20, 1), (4, 2)])  # 0.5 s, and 2.5 s beside 0F1's 1 s
+def test_an_action_begins_after_both_that_overlap_before_it(host, last):
+    table = Schedule.from_grid("0F0 0F1+0OFFLOAD0 0F2 0B2+0RELOAD0 0B1 0B0 0U0")
+    t = simulate(table, Costs(activations=10, host=host))
+    assert t.before[:4] == [None, 0, 0, last]
+    assert t.start[3] == t.end[last]
+
+
 @pytest.mark.parametrize("transfer", [0, 0.5])
 @pytest.mark.parametrize("table", rich_tables(), ids=lambda table: table.name)
 def test_the_critical_path_of_pairs_is_unbroken(table, transfer):

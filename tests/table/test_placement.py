@@ -67,3 +67,12 @@ def test_a_stage_in_two_rows_is_an_error_that_names_both():
     rows[2].append(Action(0, Kind.B, 0))
     with pytest.raises(ScheduleError, match="stage 0 has actions in rows 0 and 2: put all"):
         placement_of(rows)
+
+
+def test_the_most_stages_of_a_placement(monkeypatch):
+    monkeypatch.setattr("pipelab.table.placement.MOST_STAGES", 6)
+    assert len(v_placement(3)) == len(loop_placement(2, virtual=3)) == 6
+    with pytest.raises(ScheduleError, match="devices=4 with 2 stages each: give at most 6 stages"):
+        v_placement(4)
+    with pytest.raises(ScheduleError, match="devices=2 with 4 stages each: give at most 6 stages"):
+        loop_placement(2, virtual=4)

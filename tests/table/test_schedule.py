@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Action, Kind, Reads, Schedule, ScheduleError, make, validate
-from tests.conftest import tables
+from tests.conftest import rich_tables, tables
 
 actions = st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.integers(0, 10**6))
 
@@ -255,3 +255,111 @@ def test_a_header_needs_no_space_and_a_table_no_forward():
 def test_updates_are_put_where_they_can_stand():
     each = Schedule.from_csv("# microbatches=2 per_update=1\n0F0,1F0,0F1,1F1,1B0,1B1,0B0,0B1")
     assert validate(each).grid() == "0F0 1F0 0F1 1F1 1B0 1U0 1B1 0B0 0U0 0B1 0U1 1U1"
+
+
+@pytest.mark.parametrize("table", rich_tables(), ids=lambda table: table.name)
+def test_text_keeps_pairs_copies_and_slices(table):
+    assert Schedule.from_csv(table.to_csv()) == table
+    assert Schedule.from_grid(str(table)) == table
+
+
+def test_a_pair_is_one_cell_of_the_grid():
+    text = """
+        0F0 .   .   0F1+0B0 .   .   0F2+0B1 .   .   0B2 0U0
+        .   1F0 1B0 .       1F1 1B1 .       1F2 1B2 1U0 ."""
+    table = Schedule.from_grid(text)
+    assert [str(a) for a in sorted(table.overlapped)] == ["0B0", "0B1"]
+    assert table.grid().split() == text.split()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (make("chimera", 2, 2), "has 2 copies of the model"),
+        (make("seq1f1b", 2, 2), "slices sequences, which torch's tables cannot express"),
+        (make("gpipe", 1, 4).offload(), "offloads activations, which torch's tables cannot"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_torchs_csv_has_one_copy_whole_sequences_and_no_offload(table, message):
+    with pytest.raises(ScheduleError, match=message):
+        table.to_torch_csv()
+
+
+def test_the_largest_texts_that_are_read(monkeypatch):
+    text = "0F0,0B0\n1F0,1B0\n2F0,2B0"  # three commas, two line ends
+    monkeypatch.setattr("pipelab.table.text.LARGEST", 5)
+    monkeypatch.setattr("pipelab.table.text.MOST_DEVICES", 3)
+    assert Schedule.from_csv(text).devices == 3
+    with pytest.raises(ScheduleError, match="devices=4: give at most 3, a line each"):
+        Schedule.from_csv("# devices=4\n0F0,0B0")
+    with pytest.raises(ScheduleError, match="more than 5 cells"):
+        Schedule.from_csv(f"{text},2U0")
+
+
+@pytest.mark.parametrize(
+    ("row", "overlapped", "message"),
+    [
+        ("0F1 0F0", "0F0", "0F0 overlaps with 0F1 before it"),
+        ("0B0 0F1", "0F1", "0F1 overlaps with 0B0 before it"),
+        ("0U0 0B0", "0B0", "0B0 overlaps with 0U0 before it"),
+        ("0U0 0OFFLOAD0", "0OFFLOAD0", "0OFFLOAD0 overlaps with 0U0 before it"),
+        ("0OFFLOAD0 0F1", "0OFFLOAD0", "0OFFLOAD0 overlaps with nothing before it"),
+        ("0F0 0F1", "0B0", "0B0 overlaps with nothing before it"),
+        ("0F1 0B0 0RELOAD1", "0B0 0RELOAD1", "0RELOAD1 overlaps with 0B0 before it"),
+        ("0F1 0OFFLOAD0 0RELOAD1", "0RELOAD1", "0RELOAD1 overlaps with 0OFFLOAD0 before it"),
+    ],
+)
+def test_only_a_forwards_backward_and_a_copy_may_overlap(row, overlapped, message):
+    cells = [Action.parse(cell) for cell in row.split()]
+    pairs = frozenset(map(Action.parse, overlapped.split()))
+    with pytest.raises(ScheduleError, match=f"{message}: overlap a backward B with a forward, or"):
+        Schedule("pairs", [cells], (0,), 2, overlapped=pairs)
+
+
+def test_an_action_of_a_pair_begins_after_the_one_before_the_pair():
+    #                                      0   1   2         3   4   5
+    pairs = Schedule.from_grid("# devices=2\n0F0 0F1+0B0\n1F1+1B0 1F0")
+    assert pairs.before == [None, 0, 0, None, None, 4]
+
+
+def test_a_reload_takes_memory_before_its_partner_frees_any():
+    table = Schedule.from_grid("# devices=2\n0F0\n1F0 1F1+1OFFLOAD0 1F2 1B2+1RELOAD0 1B1 1B0")
+    held = "1F0 1F1 1OFFLOAD0 1F2 1RELOAD0 1B2 1B1 1B0"
+    assert [" ".join(map(str, row)) for row in table.as_held] == ["0F0", held]
+    assert table.peak_in_flight == [1, 3]  # 1F1 2, 1OFFLOAD0 1, 1F2 2, 1RELOAD0 3
+
+
+def test_copies_of_the_model_have_the_same_ends():
+    two = make("chimera", 4, 4)
+    first, inner, last = (True, False), (False, False), (False, True)
+    assert [two.ends(stage) for stage in range(8)] == [first, inner, inner, last] * 2
+    assert [two.copies_of(stage) for stage in (0, 3, 6)] == [[0, 4], [3, 7], [2, 6]]
+    one = make("gpipe", 1, 1)
+    assert one.ends(0) == (True, True) and one.copies_of(0) == []
+
+
+def test_a_micro_batch_uses_the_copy_of_its_first_forward():
+    both = Schedule.from_grid("# copies=2 microbatches=3\n0F0 1B0 1F1 0F1 1F0 0B1 1B2")
+    assert both.copy_of == [0, 1, 0]  # without a forward, the first
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shares"),
+    [
+        ((1, 3), (0.25, 0.75)),
+        ((0.5, 1.5), (0.25, 0.75)),
+        ((0.25, 0.75 + 1e-12), (0.25, 0.75 + 1e-12)),  # but for rounding, 1 as they are
+    ],
+)
+def test_slices_are_shares_of_a_sequence(lengths, shares):
+    table = replace(make("gpipe", 1, 4), slices=lengths)
+    assert table.slices == shares
+    assert [table.share(number) for number in range(4)] == [*shares] * 2
+    assert [make("gpipe", 1, 4).share(number) for number in range(4)] == [1] * 4
+
+
+@pytest.mark.parametrize("lengths", [(0, 1), (1, -1), (1, float("inf")), "ab", (1, None), 2])
+def test_a_slice_has_a_length(lengths):
+    with pytest.raises(ScheduleError, match="give the length of each slice, above 0"):
+        replace(make("gpipe", 1, 4), slices=lengths)

@@ -108,3 +108,35 @@ def test_unit_times_are_one_an_action(name):
     walk = make(name, 2, 3).unit_times()
     assert [b - a for a, b in zip(walk.start, walk.end, strict=True)] == [1] * len(walk.end)
     assert walk.start[0] == 0
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("delays", "makers", "start"),
+    [
+        ((0.5, 3.0), (2.0, 5.0), 10.0),  # the second input comes at 2 + 5 + 3
+        ((9.0, 3.0), (2.0, 5.0), 11.0),  # the first one at 2 + 9
+        ((0.0, 0.5), (0.0, 0.0), 1.0),  # both at once, but the row is busy until 1
+    ],
+)
+def test_a_pair_waits_for_both_inputs_and_the_row_for_both_ends(last, delays, makers, start):
+    """Whether the row of the pair is the last one or the first."""
+    for pair in ((4.0, 2.0), (2.0, 4.0)):
+        ours, theirs = [1.0, *pair, 1.0], [*makers]
+        if last:
+            bounds, needs, device = [0, 2, 6], [None] * 3 + [0, 1, None], [0] * 2 + [1] * 4
+            duration, delay = theirs + ours, [0.0] * 3 + [*delays, 0.0]
+        else:
+            bounds, needs, device = [0, 4, 6], [None, 4, 5] + [None] * 3, [0] * 4 + [1] * 2
+            duration, delay = ours + theirs, [0.0, *delays] + [0.0] * 3
+        begin = 2 if last else 0
+        walk = earliest(bounds, needs, device, duration, delay, {begin + 2})
+        assert walk.start[begin : begin + 4] == [0, start, start, start + 4]
+        assert walk.end[begin : begin + 4] == [1, start + pair[0], start + pair[1], start + 5]
+        assert walk.head == bounds[1:]
+
+
+def test_a_pair_takes_an_input_that_was_made_at_once():
+    #                                  0 + 1, which takes what 2 makes
+    walk = earliest([0, 2, 3], [None, 2, None], [0, 0, 1], [1.0, 1.0, 0.0], [0.0] * 3, {1})
+    assert walk.start == [0, 0, 0] and walk.head == [2, 3]

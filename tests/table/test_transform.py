@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipelab import Action, Kind, Reads, Schedule, ScheduleError, make, validate
 from pipelab.table.transform import fewer, repeat
-from tests.conftest import FLUSH, tables
+from tests.conftest import FLUSH, rich_tables, tables
 
 
 @given(tables(), st.data())
@@ -145,3 +145,64 @@ def test_copies_stay_beside_what_has_no_partner():
     table = validate(make("pipedream_flush", 3, 6).offload().overlap())
     copies = {a for a in table.overlapped if a.kind in (Kind.OFFLOAD, Kind.RELOAD)}
     assert copies and copies <= make("pipedream_flush", 3, 6).offload().overlapped
+
+
+@pytest.mark.parametrize("table", rich_tables(), ids=lambda table: table.name)
+def test_rich_tables_are_repeated_cut_and_spread(table):
+    one = table.part(0, 1)
+    two = repeat(one, 2)
+    validate(two)
+    assert two.part(0, 1) == two.part(1, 2) == one
+    spread = validate(table.with_transfers())
+    assert spread.without_transfers() == table
+
+
+def test_a_pair_stays_where_both_of_it_do():
+    table = Schedule.from_grid("0F0 0F1+0B0 0F2+0B1 0B2 0U0")
+    assert fewer(table, 2) == Schedule.from_grid("0F0 0F1+0B0 0B1 0U0")
+    assert not fewer(table, 1).overlapped
+
+
+@pytest.mark.parametrize(
+    ("table", "stages", "grid"),
+    [
+        # Each moves out during the next action that is free, and back during the last one.
+        (
+            "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0U0",
+            None,
+            "0F0 0F1+0OFFLOAD0 0F2+0OFFLOAD1 0F3+0RELOAD0 0B0+0RELOAD1 0B1 0B2 0B3 0U0",
+        ),
+        # Device 0 waits before 0B0, where the reload then stands alone.
+        (
+            "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0U0\n1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3 1U0",
+            [0],
+            "0F0 0F1+0OFFLOAD0 0F2+0OFFLOAD1 0F3+0OFFLOAD2 0RELOAD0 . 0B0+0RELOAD1 0B1+0RELOAD2 "
+            "0B2 0B3 0U0\n. 1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3 1U0 .",
+        ),
+        # There is no whole action between 0F0 and the wait.
+        (
+            "0F0 0F1 0B0 0B1 0U0\n1F0 1F1 1B0 1B1 1U0",
+            None,
+            "0F0 0F1 . . 0B0 0B1 0U0\n. 1F0 1F1 1B0 1B1 1U0 .",
+        ),
+        # No copy moves during an update.
+        (
+            "# per_update=1\n0F0 0F1 0F2 0F3 0B0 0U0 0B1 0U1 0B2 0U2 0B3 0U3",
+            None,
+            "0F0 0F1+0OFFLOAD0 0F2+0OFFLOAD1 0F3+0RELOAD0 0B0+0RELOAD1 0U0 0B1 0U1 0B2 0U2 0B3 0U3",
+        ),
+        # Nor beside a pair: the reload of 0B1 comes before it, and that of 0B0 one action earlier.
+        (
+            "0F0 0F1 0F2 0F3 0F4 0F5+0B0 0B1 0B2 0B3 0B4 0B5 0U0",
+            None,
+            "0F0 0F1+0OFFLOAD0 0F2+0OFFLOAD1 0F3+0RELOAD0 0F4+0RELOAD1 0F5+0B0 0B1 0B2 0B3 0B4 0B5 "
+            "0U0",
+        ),
+    ],
+    ids=["gpipe", "wait", "short", "update", "pair"],
+)
+def test_activations_move_out_early_and_back_late(table, stages, grid):
+    found = validate(Schedule.from_grid(table).offload(stages))
+    assert [row.split() for row in found.grid().splitlines()] == [
+        row.split() for row in grid.splitlines()
+    ]

@@ -251,3 +251,58 @@ def test_nothing_overlaps_with_the_forward_that_it_waits_for(late):
     rows = [[Action.parse("0F0"), Action.parse(late)]]
     with pytest.raises(ScheduleError, match=f"{late} overlaps with 0F0, which it waits for"):
         Schedule("own", rows, (0,), 1, overlapped=frozenset(rows[0][1:]))
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ("0F1 0F0 0F2 0B2 0B1 0B0 0U0", "0F1 comes before 0F0"),
+        ("0F0 0F1 0F2 0B1 0B2 0B0 0U0", "0B1 comes before 0B2"),
+        ("0F0 0F1 0F2 0I2 0W2 0I0 0I1 0W1 0W0 0U0", "0I0 comes before 0I1"),
+    ],
+)
+def test_slices_go_forward_in_order_and_back_in_the_opposite_one(row, error):
+    header = "# slices=1 1 1 microbatches=3\n"
+    assert validate(Schedule.from_grid(header + "0F0 0F1 0F2 0B2 0B1 0B0 0U0"))
+    with pytest.raises(ScheduleError, match=error):
+        validate(Schedule.from_grid(header + row))
+
+
+def test_a_sequence_needs_no_other():
+    """Not even that its forwards come before the next one's, or its backwards."""
+    rows = "0F3 0F0 0F1 0F4 0F5 0F2 0B2 0B5 0B1 0B4 0B3 0B0 0U0"
+    assert validate(Schedule.from_grid("# slices=1 1 1 microbatches=6\n" + rows))
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ("0F0 0F1+0OFFLOAD0 0B1 0B0 0U0", "0RELOAD0 is missing on device 0: add it"),
+        ("0F0 0F1 0B1+0RELOAD0 0B0 0U0", "0OFFLOAD0 is missing on device 0: add it"),
+        ("0F0 0F1+0RELOAD0 0B1+0OFFLOAD0 0B0 0U0", "0RELOAD0 comes before 0OFFLOAD0"),
+        ("0F0 0F1+0OFFLOAD0 0B0 0B1+0RELOAD0 0U0", "0B0 comes before 0RELOAD0"),
+        ("0OFFLOAD0 0F0 0F1 0B1+0RELOAD0 0B0 0U0", "0OFFLOAD0 comes before 0F0"),
+    ],
+)
+def test_what_is_offloaded_was_made_and_comes_back(row, error):
+    assert validate(Schedule.from_grid("0F0 0F1+0OFFLOAD0 0B1+0RELOAD0 0B0 0U0"))
+    with pytest.raises(ScheduleError, match=error):
+        validate(Schedule.from_grid(row))
+
+
+@pytest.mark.parametrize(
+    ("grid", "error"),
+    [
+        (  # 0F1 takes nothing
+            "0F0 0F1+0B0 0B1\n1F0 1F1 1B1 1B0",
+            "device 0 waits at 0B0 for 1B0 on device 1; device 1 waits at 1F1 for 0F1 on device 0",
+        ),
+        (  # what 1F1 takes is there
+            "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1+1B0 1B1 1F2 1B2\n2F0 2F1 2B0 2F2 2B1 2B2",
+            "device 1 waits at 1B0 for 2B0 on device 2; device 2 waits at 2F1 for 1F1 on device 1",
+        ),
+    ],
+)
+def test_a_pair_waits_at_the_one_whose_input_is_missing(grid, error):
+    with pytest.raises(ScheduleError, match=f"deadlock: {error}"):
+        validate(Schedule.from_grid(grid))

@@ -155,3 +155,19 @@ def test_transfers_read_no_version():
     count = len(s.actions)
     spans = s.spans([0.0] * count, [1.0] * count, {})
     assert [x.version for x in spans if x.action.kind >= Kind.SEND_F] == [-1] * 4
+
+
+def test_the_version_read_is_that_of_the_copy_a_micro_batch_uses():
+    stash = make("pipedream", 3, 6)
+    assert {(s, k): stash.read_at(s, k) for s, k in stash.versions} == stash.versions
+    two = make("chimera", 4, 4, batches=2)
+    read = [[two.read_at(stage, k) for k in range(8)] for stage in range(8)]
+    assert read == [[0] * 4 + [1] * 4] * 8
+
+
+def test_an_update_makes_its_version_in_every_copy():
+    two = make("chimera", 2, 2)  # each copy has a forward of one micro-batch alone
+    nothing = [0.0] * len(two.actions)
+    spans = two.spans(nothing, nothing, {})
+    assert {span.version for span in spans if span.action.kind is Kind.U} == {1}
+    assert {span.version for span in spans if span.action.kind is not Kind.U} == {0}
