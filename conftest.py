@@ -32,8 +32,9 @@ if threading.current_thread() is threading.main_thread():
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):  # a fork says what starts others
-        sys.executable = config.workerinput["python"]
+    # In a fork sys.executable asks for forks, too; tests that say it want a new Python.
+    if python := getattr(config, "workerinput", {}).get("python"):
+        sys.executable = python
     if getattr(config.option, "nbval", False):
         if getattr(config.option, "numprocesses", None):
             folder = config.stash[WARM] = TemporaryDirectory(prefix="pipelab-", dir="/tmp")
@@ -69,12 +70,13 @@ def pytest_xdist_setupnodes(config, specs):
     if SERVER in config.stash:
         warm.wait(config.stash[WARM].name, config.stash[SERVER])
         for spec in specs:
-            spec.python = os.environ["PIPELAB_PYTHON"]
+            spec.python = spec.python or os.environ["PIPELAB_PYTHON"]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    node.workerinput["python"] = sys.executable
+    if SERVER in node.config.stash:
+        node.workerinput["python"] = sys.executable
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,12 +11,14 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from threading import Timer
 
 from measure import FOLDER, in_turn, machine, main, page, paragraph, spread, table
 
 OURS, THEIRS = FOLDER.parent / "notebooks/scripts/finetune.py", FOLDER / "harness/finetune.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "PYTHONUNBUFFERED": "1"}
+LIMIT = 150  # seconds
 STEPS, FROM, TO = 120, 20, 110  # of a run, and those between which a step's time is taken
 LAST = "for i in range(512)]\n"
 SPLIT = 'stages = split(layers_of(model), int(os.environ.get("WORLD_SIZE", 4)))\n'
@@ -123,10 +125,13 @@ def _step(script: Path, folder: Path, ranks: int) -> tuple[float, str]:
     command = _command(script, where, ranks, STEPS)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as running:
         assert running.stdout
+        limit = Timer(LIMIT, running.kill)
+        limit.start()
         for line in running.stdout:
             if found := re.match(r"step (\d+): loss ([\d.]+)", line):
                 at[int(found[1])], said[int(found[1])] = time.perf_counter(), found[2]
-    assert running.returncode == 0
+        limit.cancel()
+    assert running.returncode == 0, f"{script} has failed, or took more than {LIMIT} s"
     return (at[TO] - at[FROM]) / (TO - FROM), ", ".join(said[n] for n in (1, 10, 20) if n in said)
 
 
@@ -168,7 +173,7 @@ def _outcome(script: Path, folder: Path, ranks: int) -> str:
     command = _command(script, folder, ranks, STEPS + 10)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, env=ENVIRONMENT, timeout=150, check=False
+            command, capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT, check=False
         )
     except subprocess.TimeoutExpired:
         return "hangs"

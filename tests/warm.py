@@ -7,6 +7,7 @@ for the fork, and ends as it ends. Without this process it is Python itself.
 """
 
 import atexit
+import ctypes
 import gc
 import importlib
 import os
@@ -27,8 +28,13 @@ from types import ModuleType
 IMPORTED = (
     *("torch._dynamo", "torch.distributed.run", "transformers.models.gpt2.modeling_gpt2"),
     *("matplotlib.pyplot", "pandas", "ipykernel.ipkernel", "multiprocessing.spawn"),
-    *("jax", "flax.nnx", "optax", "networkx", "pytest"),
+    *("networkx", "pytest", "jax", "flax.nnx", "optax"),
 )
+PR_SET_PDEATHSIG = 1
+SET_BY_IMPORTS: dict[str, str] = {}  # in the environment, by jax
+# As jax reads them.
+BOOLEANS = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True)
+BOOLEANS |= dict.fromkeys(("n", "no", "f", "false", "off", "0"), False)
 CLIENT = """#!/bin/sh
 '''exec' '{python}' -IS "$0" "$@"
 ' '''
@@ -63,9 +69,12 @@ def python(folder):
     return str(path)
 
 
-def wait(folder, server):
-    """Until forks can be had of this process; who asks before gets a new Python."""
+def wait(folder, server, seconds=60.0):
+    """Until forks can be had of this process, if ever; who asks before gets a new Python."""
+    deadline = time.monotonic() + seconds
     while not Path(folder, "address").exists() and server.poll() is None:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.05)
 
 
@@ -115,9 +124,23 @@ def serve(address):
     os._exit(0)
 
 
+def tell_jax(environment):
+    """Give jax, which was imported in an environment without its variables, those of this one."""
+    if jax := sys.modules.get("jax"):
+        for name, text in environment.items():
+            option = name.lower()
+            if text and option in jax.config.values:
+                known = jax.config.values[option]
+                kind = str if known is None else type(known)
+                value = BOOLEANS.get(text.lower(), text) if kind is bool else kind(text)
+                jax.config.update(option, value)
+
+
 def become(arguments, environment, folder, files, paths):
     """Run what `python *arguments` runs, with that environment and those standard files."""
     os.setsid()
+    if sys.platform == "linux":  # none stays behind a server that was killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -126,13 +149,8 @@ def become(arguments, environment, folder, files, paths):
     if "JPY_PARENT_PID" in environment:  # a kernel ends with its parent
         environment["JPY_PARENT_PID"] = str(os.getppid())
     os.environ.clear()
-    os.environ.update(environment)
-    jax = sys.modules["jax"]
-    for name, text in environment.items():  # it has read its own
-        if name.startswith("JAX_") and (known := getattr(jax.config, name.lower(), text)) != text:
-            kind = str if known is None else type(known)
-            value = text.lower() in ("1", "true") if kind is bool else kind(text)
-            jax.config.update(name.lower(), value)
+    os.environ.update(SET_BY_IMPORTS | environment)
+    tell_jax(environment)
     tempfile.tempdir = None  # an import has asked for it, and the environment may name another
     os.chdir(folder)
     sys.executable = environment.get("PIPELAB_PYTHON", sys.executable)
@@ -165,8 +183,14 @@ if __name__ == "__main__":
     own = {*os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     del sys.path[0]  # this folder, which has a jax of its own
     others = [path for path in sys.path if path not in own]
+    for name in [name for name in os.environ if name.startswith("JAX_")]:
+        del os.environ[name]  # a fork is told its own
     for name in IMPORTED:
-        importlib.import_module(name)
+        before = set(os.environ)
+        with suppress(ImportError):  # of an extra that is not installed
+            importlib.import_module(name)
+        if name == "jax":
+            SET_BY_IMPORTS |= {key: os.environ[key] for key in set(os.environ) - before}
     gc.freeze()
     (asked, files) = serve(f"{sys.argv[1]}/address")
     become(*asked, files, others)

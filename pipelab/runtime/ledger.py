@@ -37,7 +37,7 @@ class Ledger:
         if key not in self._blocks:  # none are counted
             return
         with self._lock:
-            for block in self._blocks.pop(key, {}):
+            for block in self._blocks.pop(key):
                 # A block is free when the last of those who hold it lets go.
                 holders, size = self._holders.pop(block)
                 if holders > 1:

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import delays, durations, waits
-from pipelab.runtime.batches import Data, counted, slices_of
+from pipelab.runtime.batches import Data, length_of, slices_of
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import MicroBatch
 from pipelab.runtime.work import Work
@@ -116,11 +116,10 @@ def microbatches_of(
         share = slice(replica * sequences, (replica + 1) * sequences)
         pieces = data.pieces(sequences * replicas, share)
         if table.slices:
-            of_slices = [slices_of(pair, table.slices, data.trees) for *pair, _ in pieces]
             pieces = [
-                (x, y, counted((x, y), data.trees, table.slices))
-                for slices in of_slices
-                for x, y in slices
+                (*part, samples)
+                for *pair, samples in pieces
+                for part in slices_of(pair, table.slices, data.trees)
             ]
 
     def microbatch(s: int, k: int, x: Any, y: Any, samples: int) -> MicroBatch:
@@ -128,6 +127,8 @@ def microbatches_of(
         # Data are numbered batch by batch, and in a batch replica by replica.
         piece = (batch * replicas + replica) * m + place
         first, last = table.ends(s)
+        if last and table.slices:
+            samples *= length_of((x, y), data.trees)
         return MicroBatch(
             version=work.version(s, k),
             update=k // table.per_update,

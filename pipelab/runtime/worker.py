@@ -185,7 +185,7 @@ class Worker:
         self.device.finish()
         if failed := self.device.failed(record.end):
             i, error = failed
-            raise self.failure(order.actions[i], None, error) from error
+            raise self.failure(_Task(order.actions[i]), error) from error
         # Marks of a GPU have their seconds when all its work is done: these are asked for last.
         record.start, record.end = map(self.device.seconds, (record.start, record.end))
         outcome = Outcome(
@@ -335,8 +335,9 @@ class Worker:
                 raise RunError(message, self.job.row) from error
             raise
 
-    def failure(self, action: Action, received: Any, error: BaseException) -> RunError:
+    def failure(self, task: _Task, error: BaseException) -> RunError:
         """The error of an action that failed."""
+        action, received = task.action, task.received
         message = f"{self.job.where}, action {action}: {told(error)}"
         if doubt := self.device.doubt(error):
             return RunError(f"{message}; {doubt}", self.job.row, action)
@@ -483,7 +484,7 @@ class _Failing:
         if isinstance(error, (Exception, SystemExit)) and not isinstance(
             error, (Aborted, RunError)
         ):
-            raise self.worker.failure(self.task.action, self.task.received, error) from error
+            raise self.worker.failure(self.task, error) from error
 
 
 def _carried_out(action: Action, stage: Stage, received: Any) -> Any:

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelab import make, run
@@ -131,9 +132,18 @@ def test_padding_without_a_count_is_warned_of():
     tokens = torch.randint(8, (4, 6))
     tokens[0, 1:] = losses.PADDING
     stages = [nn.Embedding(8, 8), nn.Linear(8, 8)]
-    given = make("gpipe", 2, 2), stages, [(tokens.clamp(min=0), tokens)]
-    with pytest.warns(UserWarning, match=r"targets hold -100, .* no count: .* return \(mean, coun"):
-        run(*given, losses.next_token_loss, partial(torch.optim.SGD, lr=0.1), check=False)
+    x = tokens.clamp(min=0)
+    given = make("gpipe", 2, 2), stages, [(x, tokens)]
+    # Also behind a batch of probabilities, which cannot be padded.
+    soft = [(x, torch.rand(4, 6, 8).softmax(-1)), (x, tokens)]
+
+    def mean(y, target):
+        return F.cross_entropy(y.flatten(0, 1), target.flatten(0, 1))
+
+    for batches in given[2], soft:
+        arguments = make("gpipe", 2, 2, batches=len(batches)), stages, batches, mean
+        with pytest.warns(UserWarning, match=r"targets hold -100, .* no count: .* \(mean, coun"):
+            run(*arguments, partial(torch.optim.SGD, lr=0.1), check=False)
     found = run(*given, losses.masked_loss, partial(torch.optim.SGD, lr=0.1)).losses[0]
     logits = stages[1](stages[0](tokens.clamp(min=0)))
     assert found == pytest.approx(float(losses.next_token_loss(logits, tokens)))

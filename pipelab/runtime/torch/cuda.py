@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.orders import Order
-from pipelab.runtime.torch.device import NO_CONTEXT, CpuDevice
+from pipelab.runtime.stage import NO_CONTEXT
+from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.names import find_device
 from pipelab.runtime.torch.streams import copy_stream, receiving_on, stream_of
 

@@ -82,6 +82,7 @@ class Ranks(Cluster):
     def give(self, name: str, value: Any) -> None:
         packed = pickle.dumps(value)
         with lost(RuntimeError):
+            self._drop_rest(name)
             if len(packed) >= MOST:
                 self._long.add(name)
             for i in range(MOST, len(packed) + 1, MOST):
@@ -114,6 +115,9 @@ class Ranks(Cluster):
     def drop(self, name: str) -> None:
         with lost(RuntimeError):
             self.store.delete_key(name)
-            if name in self._long:
-                self._long.remove(name)
-                self.store.delete_key(f"{name}/rest")
+            self._drop_rest(name)
+
+    def _drop_rest(self, name: str) -> None:
+        if name in self._long:
+            self._long.remove(name)
+            self.store.delete_key(f"{name}/rest")

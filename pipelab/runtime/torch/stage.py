@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import check_leaves
 from pipelab.runtime.prepare import seed_for
+from pipelab.runtime.stage import NO_CONTEXT
 from pipelab.runtime.torch.buffers import Buffers, as_they_were, buffers_of, copies_of_buffers
-from pipelab.runtime.torch.device import NO_CONTEXT, CpuDevice, whole_backward
+from pipelab.runtime.torch.device import CpuDevice, whole_backward
 from pipelab.runtime.torch.ledger import Saved, explaining, remaining, storages
 from pipelab.runtime.torch.offload import Offloaded
 from pipelab.runtime.torch.reach import check_graph
@@ -62,7 +63,7 @@ class Aliased(NamedTuple):
 class TorchStage(VersionedStage):
     """A stage of a module: the base holds its weights; micro-batches use them here."""
 
-    _told = False  # whether it has warned of padding, or there can be none
+    _told = False  # whether it has warned of padding
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
@@ -377,10 +378,7 @@ def _check_mean(mean: Any, output: Any) -> None:
 
 
 def _warn_of_padding(loss: Any, target: Any) -> bool:
-    """Warn of a loss without a count if its targets hold -100, which torch's losses leave out.
-
-    Returns whether that need not be looked for again.
-    """
+    """Warn of a loss without a count if its targets hold -100, which torch's losses leave out."""
     whole = [t for t in _leaves(target) if getattr(t, "dtype", 0) is torch.int64]
     padded = any((t == -100).any() for t in whole)
     if padded:
@@ -393,7 +391,7 @@ def _warn_of_padding(loss: Any, target: Any) -> bool:
             0,
             getattr(loss, "__module__", None),
         )
-    return padded or not whole
+    return padded
 
 
 def _aliases(output: Any) -> list[int]:
