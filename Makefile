@@ -4,7 +4,7 @@ BIN := .venv/bin
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 DEVICE ?= cuda
 WITHOUT := and not thorough
-UNIT := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+UNIT := $(BIN)/pytest --numprocesses auto --maxprocesses 5 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED := 0
 unexport PYTHONDONTWRITEBYTECODE  # every process that a test starts would compile all of it again

@@ -81,5 +81,5 @@ def pytest_configure_node(node):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Two for each core: tests wait for processes, limits and lectures' stand-ins, which sleep."""
-    return 2 * (os.cpu_count() or 1)
+    """Over two a core: tests wait for processes, limits and lectures' stand-ins, which sleep."""
+    return 2 * (os.cpu_count() or 1) + 1
