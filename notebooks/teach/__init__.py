@@ -28,6 +28,7 @@ __all__ = [
     "jax_devices",
     "machine",
     "one_core",
+    "rounds",
     "told_apart",
     "torchrun",
     "yours",
@@ -76,6 +77,11 @@ def guess(name: str, value: float | None) -> Feedback:
         return not_yet(str(why))
 
 
+def rounds(count: int) -> range:
+    """So many turns of a comparison, or one where the lectures are tests."""
+    return range(1 if HURRY else count)
+
+
 def in_turns(
     first: Callable[[], float], second: Callable[[], float], turns: int = 5, tries: int = 3
 ) -> str:
@@ -88,8 +94,7 @@ def in_turns(
     'faster: 0.50 (0.50 to 0.50) times as long; the same run twice 1.00 (1.00 to 1.00)'
     """
     trials = [
-        [min(run() for _ in range(tries)) for run in (first, second, first)]
-        for _ in range(1 if HURRY else turns)
+        [min(run() for _ in range(tries)) for run in (first, second, first)] for _ in rounds(turns)
     ]
     return told_apart([b / a for a, b, _ in trials], [again / a for a, _, again in trials])
 
