@@ -259,13 +259,13 @@ class CountingStage(Stage):
         self.observe = order.observe
         if stage in order.microbatches:
             self.later, self.unit = order.later[stage], order.unit
-            for k, fed in order.microbatches[stage].items():
-                # The order's own: it is done with them.
-                fed.x, fed.target = self.placed(fed.x), self.placed(fed.target)
-                self.fed[k] = fed
-                if self.training:
-                    self._left[fed.update] += 1
-                    self._readers[fed.version] += 1
+            fed = order.microbatches[stage]
+            for of in fed.values():  # the order's own: it is done with them
+                of.x, of.target = self.placed(of.x), self.placed(of.target)
+            self.fed |= fed
+            if self.training:
+                self._left.update(of.update for of in fed.values())
+                self._readers.update(of.version for of in fed.values())
 
     def end(self) -> None:
         if not self.training:  # no update drops them

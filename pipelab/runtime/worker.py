@@ -112,15 +112,28 @@ class Job(ABC):
 class _Task:
     """An action under way: what it has received, what it makes, and marks of its start and end.
 
+    A context, too, whose errors are the action's.
+
     arrived  when its input was there, where that came from another device
     """
 
+    worker: "Worker"
     action: Action
     received: Any = None
     arrived: float = math.nan
     output: Any = None
     start: Any = None
     end: Any = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        # A SystemExit would end this thread without a word, and the others would wait.
+        if isinstance(error, (Exception, SystemExit)) and not isinstance(
+            error, (Aborted, RunError)
+        ):
+            raise self.worker.failure(self, error) from error
 
 
 @dataclass
@@ -185,7 +198,7 @@ class Worker:
         self.device.finish()
         if failed := self.device.failed(record.end):
             i, error = failed
-            raise self.failure(_Task(order.actions[i]), error) from error
+            raise self.failure(_Task(self, order.actions[i]), error) from error
         # Marks of a GPU have their seconds when all its work is done: these are asked for last.
         record.start, record.end = map(self.device.seconds, (record.start, record.end))
         outcome = Outcome(
@@ -260,7 +273,7 @@ class Worker:
             # After the mark of its end: what the check keeps is not the action's time.
             end = self.device.now() if paces else task.end
             stage, action = self.stages[task.action.stage], task.action
-            with _Failing(self, task), self.device.working(action.stage):
+            with task, self.device.working(action.stage):
                 stage.snapshot()
                 # [3] send what it makes
                 self._send(action, task.output)
@@ -301,7 +314,7 @@ class Worker:
         with self.device.working(action.stage), copying:
             self.device.follow(before)
             task.start = self.device.now()
-            with _Failing(self, task):
+            with task:
                 task.output = _carried_out(action, self.stages[action.stage], task.received)
             task.end = self.device.now()
 
@@ -350,8 +363,8 @@ class Worker:
 
     def _receive(self, i: int, action: Action) -> _Task:
         """Action i with its input."""
-        task = _Task(action)
-        with _Failing(self, task), self.device.working(action.stage):
+        task = _Task(self, action)
+        with task, self.device.working(action.stage):
             task.received, task.arrived = self._received(i, action)
         return task
 
@@ -466,25 +479,6 @@ class Worker:
         late = done > due and duration > 0
         self.clock = max(due, done)
         return late
-
-
-class _Failing:
-    """A context whose errors are an action's. No generator, which takes four times longer."""
-
-    __slots__ = ("task", "worker")
-
-    def __init__(self, worker: Worker, task: _Task) -> None:
-        self.worker, self.task = worker, task
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        # A SystemExit would end this thread without a word, and the others would wait.
-        if isinstance(error, (Exception, SystemExit)) and not isinstance(
-            error, (Aborted, RunError)
-        ):
-            raise self.worker.failure(self.task, error) from error
 
 
 def _carried_out(action: Action, stage: Stage, received: Any) -> Any:

@@ -6,7 +6,7 @@ order of batch 0 | 1               | 2               | ...         pipedream, p 
 """
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil
 
 from pipelab.runtime.work import Work
@@ -36,6 +36,8 @@ class Endless:
         self.table = _longer(schedule)
         self.steady = self.table.batches - 2
         self.updates = m // size  # of a batch
+        # What batches repeat is found once.
+        self._orders, self._later = cache(self._find_orders), cache(self._find_later)
         if self.steady < 1 or not self._goes_on():
             raise ValueError(
                 f"the {self.table.batches} batches of {schedule.name} do not show how it repeats: "
@@ -50,11 +52,15 @@ class Endless:
         """
         at = min(batch, self.steady)
         more = batch - at  # as many batches later
+        kept = self._orders(at, max(begun - more, 0), rest)
+        return [Offset.of(self.table, more).moved(row) for row in kept]
+
+    def _find_orders(self, at: int, begun: int, rest: bool) -> list[list[Action]]:
+        """The same of a batch of the table."""
         orders = []
         for row, cuts in zip(self.table.rows, self.cuts, strict=True):
             cells = row[cuts[at + 1] :] if rest else row[cuts[at] : cuts[at + 1]]
-            kept = (action for action in cells if begun - more <= self._batch(action) <= at)
-            orders.append(Offset.of(self.table, more).moved(kept))
+            orders.append([action for action in cells if begun <= self._batch(action) <= at])
         return orders
 
     def work(self, batch: int, begun: int | None = None, pieces: int = 0) -> Work:
@@ -71,8 +77,14 @@ class Endless:
 
     def later(self, batch: int) -> list[set[int]]:
         """Per stage, the versions that batches after this one read, as far as they may be there."""
+        at = min(batch, self.steady)
+        updates = (batch - at) * self.updates
+        return [{version + updates for version in read} for read in self._later(at)]
+
+    def _find_later(self, at: int) -> list[set[int]]:
+        """The same of a batch of the table."""
         m = self.table.microbatches
-        works = [(b, self._at(b)) for b in range(batch + 1, batch + 2 + self.staleness)]
+        works = [(b, self._at(b)) for b in range(at + 1, at + 2 + self.staleness)]
         return [
             {work.version(s, k) for b, work in works for k in range(b * m, (b + 1) * m)}
             for s in range(self.table.stages)

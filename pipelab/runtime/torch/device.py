@@ -195,8 +195,9 @@ class CpuDevice(Device):
         cache of casts would outlive the weights: only the caller's own autocast, around this one,
         empties it.
         """
-        kind = self.device.type
-        mixed = torch.autocast(kind, autocast, cache_enabled=False) if autocast else NO_CONTEXT
+        mixed: AbstractContextManager[Any] = NO_CONTEXT
+        if autocast:
+            mixed = torch.autocast(self.device.type, autocast, cache_enabled=False)
         return mixed if seed is None else self._drawing(seed, mixed)
 
     @contextmanager

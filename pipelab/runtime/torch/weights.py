@@ -160,7 +160,7 @@ class VersionedStage(CountingStage):
     def placed(self, data: Any) -> Any:
         # Copies: a slice would keep, and count as, the memory of the whole batch, with its graph.
         if isinstance(data, Tensor):
-            return self.device.placed(data.detach())
+            return self.device.placed(data.detach() if data.requires_grad else data)
         if data is None:  # of a stage that reads none
             return None
         return pytree.tree_map_only(Tensor, self.placed, data)
