@@ -57,6 +57,9 @@ class GroupWire(Wire):
         self.device = torch.device(job.device if own_gpus else "cpu")
         pairs = pairs_of_ranks(job)
         groups = groups_of(pairs, job.rank, self.device)
+        # In one order in all ranks: NCCL may end a group only when both have come to it.
+        mine = (group for ends, group in groups.items() if job.rank in ends)
+        self._groups = [*dict.fromkeys(mine)]
         super().__init__(
             job,
             {
@@ -74,6 +77,8 @@ class GroupWire(Wire):
 
     def close(self) -> None:
         super().close()
+        for group in self._groups:
+            dist.destroy_process_group(group)
         if self._replicas:
             dist.destroy_process_group(self._replicas)
 
@@ -132,14 +137,21 @@ def new_group(ranks: Sequence[int]) -> Any:
 
 
 def groups_of(pairs: Sequence[Ends], me: int, device: torch.device) -> dict[Ends, Any]:
-    """Process groups by (from, to): in a common one, an early receive would block NCCL's sends.
+    """Process groups by (from, to).
 
+    On a CPU two for all: gloo has a thread and a connection for each, and what goes up shall not
+    wait for what goes down. Between GPUs an early receive would block NCCL's sends in a common one.
     NCCL connects two ranks at their first message, which both must call: here, where all do the
     same. Later, a receiver calls it once it reads that a message was sent.
     """
+    both_ways = [ends for pair in pairs for ends in (pair, pair[::-1])]
+    if device.type == "cpu":
+        ranks = sorted({rank for pair in pairs for rank in pair})
+        up, down = (new_group(ranks) if ranks else None for _ in range(2))
+        return {(a, b): up if a < b else down for a, b in both_ways}
     groups = {}
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    for a, b in [ends for pair in pairs for ends in (pair, pair[::-1])]:
+    for a, b in both_ways:
         groups[a, b] = group = new_group([a, b])
         if me == a:
             dist.send(byte, b, group)
@@ -248,8 +260,6 @@ class GroupLink(Link):
         self._leaving.put(self._waiting)
         self._leaving.put(None)
         self._thread.join()
-        for group in (self.to, self.back):
-            dist.destroy_process_group(group)
 
     def _send(self, parcel: Tensor, tag: int) -> None:
         # The group's own call: torch's isend and irecv look up in which group a rank is which.

@@ -3,8 +3,10 @@
 import random
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from pipelab import make
 from pipelab.runtime.torch import groups
 from pipelab.runtime.torch.processes import run_processes
 
@@ -64,6 +66,28 @@ def test_what_was_sent_may_be_written_again():
         return bool(found.eq(1).all())
 
     assert run_processes([rank_job(0), rank_job(1)], work, 60.0) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", [[1, 2], [1, 2], [1, 2]]), ("meta", [[1, 2], [1, 2, 3, 4], [3, 4]])],
+)
+def test_ranks_close_their_groups_once_and_in_one_order(monkeypatch, device, expected):
+    """On a CPU all have one each way; else, as between GPUs, every pair has two."""
+    made, closed = [], []
+    monkeypatch.setattr(groups, "new_group", lambda ranks: made.append(ranks) or len(made))
+    monkeypatch.setattr(groups, "GroupLink", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(groups.dist, "send", lambda *_: None)
+    monkeypatch.setattr(groups.dist, "recv", lambda *_: None)
+    monkeypatch.setattr(groups.dist, "destroy_process_group", lambda group: closed.append(group))
+    table = make("gpipe", 3, 2)
+    for rank in range(3):
+        job = SimpleNamespace(
+            schedule=table, replicas=1, replica=0, partners={}, device=device, rank=rank
+        )
+        made.clear(), closed.clear()
+        groups.GroupWire(job, ["a", "b", "c"]).close()
+        assert closed == expected[rank]
 
 
 def test_replicas_add_up_gradients_in_buckets(monkeypatch):
