@@ -160,8 +160,9 @@ def _empty_actions(repeats: int, sizes: Sizes, on_two: Sequence[list[float]]) ->
         ("torch.distributed.pipelining", 2): lambda: batch_of_torch(empty(2), name, 2, m, count),
     }
     found = dict(zip(calls, in_turn(list(calls.values()), repeats, warm_up=0), strict=True))
-    ours_on_two, theirs_on_two, again = on_two
+    ours_on_two, theirs_on_two, again, _, trainers_on_two = on_two
     found["torchrun", 2] = ours_on_two + again
+    found["torchrun, a Trainer", 2] = trainers_on_two
     found["torch.distributed.pipelining, torchrun", 2] = theirs_on_two
     actions = 2 * m + 1  # of a row
     return [
@@ -240,12 +241,14 @@ def _beside_torch(runs: Sequence[Run], started: Mapping[str, Sequence[Any]]) -> 
     rows = []
     for number, (case, name, devices, m) in enumerate(runs):
         for by, found in started.items():
-            ours, theirs, again = found[number]
+            ours, theirs, again, *more = found[number]
             turns = list(zip(ours, theirs, again, strict=True))
             ratios = [(a + c) / 2 / b for a, b, c in turns]
             same = [c / a for a, _, c in turns]
+            others = [[a / b for a, b in zip(of, theirs, strict=True)] for of in more]
+            judged = [spread(of, unit=1) for of in (same, ratios, *others)]
+            judged += ["-"] * (4 - len(judged))
             times = spread(ours + again), spread(theirs)
-            judged = spread(ratios, unit=1), spread(same, unit=1)
             rows.append((case.name, by, devices, name, m, *times, *judged))
     header = ("model", "started by", "ranks", "schedule", "m", "pipelab (ms)", "torch (ms)")
     return [
@@ -255,10 +258,13 @@ def _beside_torch(runs: Sequence[Run], started: Mapping[str, Sequence[Any]]) -> 
             "a rank. Milliseconds per batch, in turns of A B A: ours, torch's, ours again. A ratio "
             "is that of one turn, the mean of ours over torch's: below 1, pipelab is faster. A/A "
             "is our second run of a turn over the first: what is noise. Nothing is checked while "
-            "it is timed, and torch's runs without hooks. Started by pipelab, each run has new "
-            "processes; by torchrun, all runs are in the same ones."
+            "it is timed, and torch's runs without hooks. A run counts the memory that every "
+            "forward keeps, by hooks; so under torchrun each turn has two more of ours, without "
+            "them: the same run, and a Trainer, which also tells all ranks each batch's loss. "
+            "Started by pipelab, each run has new processes; by torchrun, all runs are in the same "
+            "ones."
         ),
-        table((*header, "ratio", "A/A"), rows),
+        table((*header, "A/A", "ratio", "uncounted", "a Trainer"), rows),
     ]
 
 

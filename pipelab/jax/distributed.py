@@ -115,13 +115,8 @@ class Distributed(Cluster):
         """After a failure: all together, if no process is dead, or comes later than the others."""
         self._say_left()
         with suppress(Lost):
-            deadline, together = time.monotonic() + LEAVING, True
-            try:
-                for number in range(self.count):
-                    seconds = max(0.001, deadline - time.monotonic())
-                    self.take(f"{self.meeting}/left/{number}", seconds)
-            except TimeoutError:
-                together = False
+            names = [f"{self.meeting}/left/{number}" for number in range(self.count)]
+            together = None not in self.take(names, LEAVING)
             # At its end jax waits for all: the first to know says whether there will be all.
             self.alone = not self.give_first(f"{self.meeting}/together", together)
 
@@ -156,17 +151,20 @@ class Distributed(Cluster):
     def give_first(self, name: str, value: Any) -> Any:
         with suppress(JaxRuntimeError):  # there is one
             self._request("key_value_set_bytes", name, pickle.dumps(value))
-        with lost(TimeoutError):
-            return self.take(name, LEAVING)
+        return self.take([name], LEAVING)[0]
 
-    def take(self, name: str, seconds: float) -> Any:
+    def take(self, names: Sequence[str], seconds: float) -> list[Any]:
+        deadline = time.monotonic() + seconds
+        return [self._take(name, max(0.001, deadline - time.monotonic())) for name in names]
+
+    def _take(self, name: str, seconds: float) -> Any:
         with lost(JaxRuntimeError):
             try:
-                patience = max(1, int(1000 * seconds))
+                patience = int(1000 * seconds)
                 found = self._request("blocking_key_value_get_bytes", name, patience)
             except JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" in str(error):
-                    raise TimeoutError from None
+                    return None
                 raise
         return pickle.loads(found)
 
@@ -302,8 +300,9 @@ class TransferLink:
         """The next message; waits for it. Lost if the other process has ended, or the run."""
         name = next(self.names[1])
         while not self.ended:
-            with suppress(TimeoutError):
-                skeleton, number, shapes = self.store.take(name, LOOK)
+            (message,) = self.store.take([name], LOOK)
+            if message:
+                skeleton, number, shapes = message
                 self.store.drop(name)
                 arrays = pull(self.connection, number, shapes, self.device) if shapes else []
                 return whole(skeleton, arrays)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from threading import Event, Thread
 from typing import Any
 
@@ -68,8 +69,8 @@ class Cluster(Threads):
         """Leave a value unless there is one; returns the one that is there."""
 
     @abstractmethod
-    def take(self, name: str, seconds: float) -> Any:
-        """A value as soon as it is there. TimeoutError if it does not come in time."""
+    def take(self, names: Sequence[str], seconds: float) -> list[Any]:
+        """The values as soon as all are there; None for one that does not come in time."""
 
     @abstractmethod
     def look(self, names: Sequence[str], perhaps: str) -> list[Any]:
@@ -88,16 +89,14 @@ class Cluster(Threads):
     def __enter__(self) -> "Cluster":
         self.meeting = f"pipelab/{self.meetings}"
         names = [f"{self.meeting}/met/{n}" for n in range(self.count)]
-        deadline, met = time.monotonic() + self.timeout, []
         try:
             self.give(f"{self.meeting}/at/{self.me}", self.here())
             self.give(names[self.me], (clock.host(), self.call))
-            for name in names:
-                met.append(self.take(name, max(0.001, deadline - time.monotonic())))
+            met = self.take(names, self.timeout)
+            if None in met:
+                self.drop(names[self.me])
+                raise self._not_called(met.index(None))
             self._look()
-        except TimeoutError:
-            self.drop(names[self.me])
-            raise self._not_called(len(met)) from None
         except Lost as error:
             raise self._unheard(error) from error
         Cluster.meetings += 1
@@ -128,18 +127,16 @@ class Cluster(Threads):
         self.since, self.patience = time.monotonic(), self.timeout
         with self._agreeing():
             mine = super().collect(call)
-            self._tell(mine, call)
-            numbers = range(self.count if self.first else 0)
-            every = [outcome for n in numbers for outcome in self._heard(n, call)]
-            short = self.from_first(
-                lambda: [_short(outcome) for outcome in every],
-                call,
-            )
+            of_all = self.share([(_short(outcome), _is_short(outcome)) for outcome in mine], call)
+            told = [pair for of_one in of_all for pair in of_one]
+            every = [short for short, _ in told]
+            if not all(is_all for _, is_all in told):
+                self._tell(mine, call)
+                if self.first:
+                    every = [*chain(*self._heard(range(self.count), call))]
         self.patience = math.inf
-        if self.first:
-            return every
         ranks = {(outcome.row, outcome.replica) for outcome in mine}
-        return mine + [o for o in short if (o.row, o.replica) not in ranks]
+        return mine + [o for o in every if (o.row, o.replica) not in ranks]
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -175,7 +172,7 @@ class Cluster(Threads):
             questions = [f"{self.meeting}/time/{number}/{i}" for i in range(clock.ROUNDS)]
             if self.first:
                 for question in questions:
-                    self._value(question)
+                    self._values([question])
                     self.give(f"{question}/answer", time.perf_counter())
             elif self.me == number:
                 ahead = clock.behind(partial(self._ask, iter(questions)))
@@ -188,12 +185,19 @@ class Cluster(Threads):
     def _ask(self, questions: Any) -> float:
         question = next(questions)
         self.give(question, "what time is it?")
-        return self._value(f"{question}/answer")
+        return self._values([f"{question}/answer"])[0]
 
     # ---- what processes tell each other
 
-    def agree(self, digests: Digests, call: str = "a batch's data", *, early: bool = False) -> None:
-        answers = self.share(digests(), call, early=early)
+    def agree(
+        self,
+        digests: Digests,
+        call: str = "a batch's data",
+        *,
+        early: bool = False,
+        value: Any = None,
+    ) -> list[Any]:
+        values, answers = zip(*self.share((value, digests()), call, early=early), strict=True)
         for name in dict.fromkeys(name for answer in answers for name in answer):
             known = {number: of[name] for number, of in enumerate(answers) if of.get(name)}
             others = [number for number in known if known[number] != known[min(known)]]
@@ -203,18 +207,18 @@ class Cluster(Threads):
                     "the same call in all, with start weights from one seed, and whole batches in "
                     "the same order: no shards, one seed for shuffling and augmentation"
                 )
+        return [*values]
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
         with self._agreeing():
             self._tell(value, call)
-            return [self._heard(number, call, early) for number in range(self.count)]
+            return self._heard(range(self.count), call, early)
 
     def from_first(self, make: Callable[[], Any], call: str = "") -> Any:
         with self._agreeing():
             self._tell(make() if self.first else None, call)
             # Process 0 waits for all, too: what it drops eight calls later, they have read.
-            first, *_ = (self._heard(n, call) for n in range(self.count if self.first else 1))
-            return first
+            return self._heard(range(self.count if self.first else 1), call)[0]
 
     def _tell(self, value: Any, call: str) -> None:
         """Give this process's next value."""
@@ -224,21 +228,22 @@ class Cluster(Threads):
         # All have read this one: since then, each has waited for process 0, and that one for all.
         self.drop(f"{self.meeting}/{self._told_count - 8}/{self.me}")
 
-    def _heard(self, number: int, call: str, early: bool = False) -> Any:
-        """The value from a process, by its number, for this call; waits for it.
+    def _heard(self, numbers: Sequence[int], call: str, early: bool = False) -> list[Any]:
+        """The values from processes, by their numbers, for this call; waits for them.
 
-        `refusal` if that one makes another call. call, early: see `share`.
+        `refusal` if one makes another call. call, early: see `share`.
         """
-        name = f"{self.meeting}/{self._told_count}/{number}"
+        names = [f"{self.meeting}/{self._told_count}/{number}" for number in numbers]
         seconds, given_up = self.timeout if early and self.wire else math.inf, math.inf
         while True:
-            try:
-                their_call, value = self._value(name, seconds)
-            except TimeoutError:
-                raise self._not_called(number) from None
-            if their_call == call:
-                return value
-            if their_call == LOOKS and early:
+            found = self._values(names, seconds)
+            if None in found:
+                raise self._not_called(numbers[found.index(None)])
+            calls = zip(numbers, (their_call for their_call, _ in found), strict=True)
+            others = {number: their_call for number, their_call in calls if their_call != call}
+            if not others:
+                return [value for _, value in found]
+            if early and LOOKS in others.values():
                 self._withdraw()
                 raise Looked
             # An interrupt may have kept the other from its call: it makes this one later, or the
@@ -247,6 +252,7 @@ class Cluster(Threads):
             given_up = min(given_up, time.monotonic() + patience)
             if time.monotonic() > given_up:
                 self._withdraw()
+                number, their_call = next(iter(others.items()))
                 raise self.refusal(
                     f"process {number} is at {their_call}, but process {self.me} at {call}: make "
                     "the same calls in all"
@@ -260,17 +266,15 @@ class Cluster(Threads):
         self.give(f"{self.meeting}/{self._told_count}/{self.me}", None)
         self._told_count -= 1
 
-    def _value(self, name: str, seconds: float = math.inf) -> Any:
-        """What another process gives; waits so long for it. RunError if any process fails."""
-        deadline = time.monotonic() + seconds
-        while True:
-            with suppress(TimeoutError):
-                if (value := self.take(name, LOOK)) is not None:
-                    return value
-                time.sleep(LOOK / 10)
+    def _values(self, names: Sequence[str], seconds: float = math.inf) -> list[Any]:
+        """What others give, None what does not come in time. RunError if any process fails."""
+        began = time.monotonic()
+        while None in (values := self.take(names, LOOK)):
             self.watch()
-            if time.monotonic() > deadline:
-                raise TimeoutError
+            if time.monotonic() - began > seconds:
+                break
+            time.sleep(LOOK / 100)  # one may have been withdrawn
+        return values
 
     def _not_called(self, number: int) -> RunError:
         return RunError(
@@ -338,6 +342,11 @@ def thread_of(call: Callable[..., None], *arguments: Any) -> Thread:
 
 
 def _short(outcome: Outcome) -> Outcome:
-    """Without what only process 0 needs."""
+    """Without what only process 0 needs, if it has that: see `_is_short`."""
     seen = {k: of._replace(output=None) for k, of in outcome.seen.items()}
     return replace(outcome, steps={}, weights={}, states={}, seen=seen)
+
+
+def _is_short(outcome: Outcome) -> bool:
+    outputs = any(of.output is not None for of in outcome.seen.values())
+    return not (outcome.steps or outcome.weights or outcome.states or outputs)

@@ -53,12 +53,22 @@ class Launcher(AbstractContextManager):
         """Those of `count` ranks that this process runs. ValueError if there are not that many."""
         return range(count)
 
-    def agree(self, digests: Digests, call: str = "a batch's data", *, early: bool = False) -> None:
-        """ValueError if several processes were given different arguments; all call this.
+    def agree(
+        self,
+        digests: Digests,
+        call: str = "a batch's data",
+        *,
+        early: bool = False,
+        value: Any = None,
+    ) -> list[Any]:
+        """The values of all processes, as by `share`; all call this.
+
+        ValueError if several were given different arguments.
 
         digests      returns them by name; None, or no entry, if not known here
         call, early  see `share`
         """
+        return [value]
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
         """The values of all processes, in their order; all call this.

@@ -208,10 +208,19 @@ class Session(AbstractContextManager):
 
     # ---- orders
 
-    def submit(self, work: Work, data: Data, *, paces: Sequence[Any] = (), **fields: Any) -> None:
+    def submit(
+        self,
+        work: Work,
+        data: Data,
+        *,
+        agreed: bool = False,
+        paces: Sequence[Any] = (),
+        **fields: Any,
+    ) -> None:
         """Give each rank of this process its row, and its part of the data.
 
-        The first call starts them. `fields` are of every `Order`.
+        The first call starts them. `agreed`: it is known that all processes were given the same
+        data. `fields` are of every `Order`.
         """
         schedule, options = self.schedule, self.options
         checks = self.launcher.first and options.check  # it computes the other ranks' stages, too
@@ -236,7 +245,8 @@ class Session(AbstractContextManager):
         # By now the orders have read all that they need. Processes that were given other weights
         # or data would train without an error.
         if self.started:
-            self.launcher.agree(data.digests, early=True)
+            if not agreed:
+                self.launcher.agree(data.digests, early=True)
         else:
             self.backend.look_at(data)
             self.launcher.agree(lambda: self.backend.digests() | data.digests())

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from pipelab.predict.costs import Recomputed, recompute_of
 from pipelab.runtime.backends import backend_of
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
-from pipelab.runtime.launcher import LOOKS, Looked
+from pipelab.runtime.launcher import LOOKS, Digests, Looked
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Update, by_stage
 from pipelab.runtime.result import norm_and_rates
@@ -292,7 +293,8 @@ class Trainer(AbstractContextManager):
         with self._whole():
             # What process 0 sees counts: others may not read it.
             known = None if batch is END else self._pieces(batch)
-            pieces = self._meet(call, known)
+            digests = partial(self._digests, batch) if call == "fit" else dict
+            pieces = self._meet(call, known, digests)
         del self._read[id(iterator)]
         if pieces is None:
             return None
@@ -324,6 +326,16 @@ class Trainer(AbstractContextManager):
         except (ValueError, StopIteration):  # told when it is cut
             return table.microbatches
 
+    def _digests(self, batch: Any) -> dict[str, str | None]:
+        """Of a batch, if it is here; those of the first one are told when the ranks start."""
+        trees = self._session.backend.trees
+        if batch is None or batch is END or not self._session.started:
+            return {}
+        try:
+            return {f"batch {self.number}": trees.digest(as_pair(batch, self.number, trees))}
+        except ValueError:  # told when it is cut
+            return {}
+
     def _train_on(self, batch: Any, pieces: int) -> None:
         number, session, endless = self.number, self._session, self._endless
         self._times[number] = time.perf_counter()
@@ -350,7 +362,7 @@ class Trainer(AbstractContextManager):
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
         data = Data({number: batch}, range(number, number + 1), session.backend.trees)
-        session.submit(endless.work(number, self._begun), data)
+        session.submit(endless.work(number, self._begun), data, agreed=True)
         session.done += 1
         self._begin_step()
         self._under_way.append(data)
@@ -448,11 +460,11 @@ class Trainer(AbstractContextManager):
         if self._known < number:  # its last update is still to come
             self._empty()
 
-    def _meet(self, call: str, value: Any = None) -> Any:
+    def _meet(self, call: str, value: Any, digests: Digests) -> Any:
         """The value of process 0 for this call, once all processes make it."""
         while True:
             try:
-                return self._session.launcher.share(value, call, early=True)[0]
+                return self._session.launcher.agree(digests, call, early=True, value=value)[0]
             except Looked:
                 self._look()
 

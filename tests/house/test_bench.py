@@ -83,7 +83,7 @@ def test_messages_beside_torchs():
         )
     )
     overhead = tables["Overhead of an empty action"]
-    assert len(overhead) == 13
+    assert len(overhead) == 14
     assert all(numbers(row["µs per action"]) > 0 for row in overhead)
     beside = tables["Beside torch.distributed.pipelining"]
     assert [(row["schedule"], row["started by"]) for row in beside] == [
@@ -95,6 +95,8 @@ def test_messages_beside_torchs():
         ours, theirs = numbers(row["pipelab (ms)"]), numbers(row["torch (ms)"])
         assert numbers(row["ratio"]) == pytest.approx(ours / theirs, abs=0.02, rel=0.02)
         assert numbers(row["A/A"]) > 0
+        more = row["uncounted"], row["a Trainer"]
+        assert all(map(numbers, more)) if row["started by"] == "torchrun" else more == ("-", "-")
 
 
 @pytest.mark.thorough

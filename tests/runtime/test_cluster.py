@@ -39,14 +39,13 @@ class Process(Cluster):
         self.store.reached()
         return self.store.setdefault(name, value)
 
-    def take(self, name, seconds):
+    def take(self, names, seconds):
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not {*names} <= {*self.store}:
             self.store.reached()
-            if name in self.store:
-                return self.store[name]
             time.sleep(0.01)
-        raise TimeoutError
+        self.store.reached()
+        return [self.store.get(name) for name in names]
 
     def look(self, names, perhaps):
         self.store.reached()

@@ -160,11 +160,11 @@ def test_a_large_value_is_whole_and_leaves_nothing_in_the_store():
     ranks.store, ranks._long = torch.distributed.HashStore(), set()
     value = bytes(range(256)) * (MOST // 100)
     ranks.give("value", value)
-    assert ranks.take("value", 1.0) == value
+    assert ranks.take(["value"], 1.0) == [value]
     ranks.give("value", None)  # withdrawn
-    assert ranks.take("value", 1.0) is None
+    assert ranks.take(["value"], 1.0) == [None]
     ranks.give("value", value[::-1])
-    assert ranks.take("value", 1.0) == value[::-1]
+    assert ranks.take(["value"], 1.0) == [value[::-1]]
     ranks.drop("value")
     assert not ranks.store.check(["value"]) and not ranks.store.check(["value/rest"])
 

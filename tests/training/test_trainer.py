@@ -600,7 +600,8 @@ def test_what_another_process_told_ends_the_training(monkeypatch):
         def share(*_, **options):
             raise RunError("process 1 has not made the call")
 
-        monkeypatch.setattr(trainer._session.launcher, "share", share)
+        for told in ("share", "agree"):
+            monkeypatch.setattr(trainer._session.launcher, told, share)
         with pytest.raises(RunError, match="process 1 has not made the call"):
             next(steps)
         with pytest.raises(RunError, match="training has ended: RunError: process 1 has not"):

@@ -93,24 +93,30 @@ class Ranks(Cluster):
         with lost(RuntimeError):
             return pickle.loads(self.store.compare_set(name, b"", pickle.dumps(value)))
 
-    def take(self, name: str, seconds: float) -> Any:
-        pause, deadline = 1e-4, time.monotonic() + seconds
+    def take(self, names: Sequence[str], seconds: float) -> list[Any]:
+        pause, deadline, there = 1e-4, time.monotonic() + seconds, [*names]
         with lost(RuntimeError):
-            # A wait of the store's own would write a warning whenever it ends without the value.
-            while not self.store.check([name]):
+            # A wait of the store's own would write a warning whenever it ends without the values.
+            while not self.store.check(there):
                 if time.monotonic() > deadline:
-                    raise TimeoutError
+                    there = [name for name in names if self.store.check([name])]
+                    break
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
-            packed = self.store.get(name)
-            if len(packed) == MOST:
-                packed += self.store.get(f"{name}/rest")
-        return pickle.loads(packed)
+            found = dict(zip(there, self._get(there), strict=True))
+        return [found.get(name) for name in names]
 
     def look(self, names: Sequence[str], perhaps: str) -> list[Any]:
         with lost(RuntimeError):
-            there = [*names, perhaps] if self.store.check([perhaps]) else [*names]
-            return [pickle.loads(value) for value in self.store.multi_get(there)]
+            return self._get([*names, perhaps] if self.store.check([perhaps]) else names)
+
+    def _get(self, names: Sequence[str]) -> list[Any]:
+        """Values that are there."""
+        packed = self.store.multi_get([*names]) if names else []
+        for i, name in enumerate(names):
+            if len(packed[i]) == MOST:
+                packed[i] += self.store.get(f"{name}/rest")
+        return [pickle.loads(value) for value in packed]
 
     def drop(self, name: str) -> None:
         with lost(RuntimeError):
