@@ -83,7 +83,7 @@ def test_messages_beside_torchs():
         )
     )
     overhead = tables["Overhead of an empty action"]
-    assert len(overhead) == 14
+    assert len(overhead) == 15
     assert all(numbers(row["µs per action"]) > 0 for row in overhead)
     beside = tables["Beside torch.distributed.pipelining"]
     assert [(row["schedule"], row["started by"]) for row in beside] == [
