@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from itertools import count
+from itertools import count, takewhile
 from secrets import randbits
 from signal import SIGABRT
 from socket import AF_INET, SOCK_DGRAM, socket
@@ -151,16 +151,20 @@ class Distributed(Cluster):
     def give_first(self, name: str, value: Any) -> Any:
         with suppress(JaxRuntimeError):  # there is one
             self._request("key_value_set_bytes", name, pickle.dumps(value))
-        return self.take([name], LEAVING)[0]
+        (told,) = self.take([name], LEAVING)
+        if told is None:
+            raise Lost(f"{name} is not in the store")
+        return told
 
     def take(self, names: Sequence[str], seconds: float) -> list[Any]:
-        deadline = time.monotonic() + seconds
-        return [self._take(name, max(0.001, deadline - time.monotonic())) for name in names]
+        # Each has its own time, which the way of a large value is part of.
+        found = [*takewhile(lambda v: v is not None, (self._take(n, seconds) for n in names))]
+        return found + [None] * (len(names) - len(found))
 
     def _take(self, name: str, seconds: float) -> Any:
         with lost(JaxRuntimeError):
             try:
-                patience = int(1000 * seconds)
+                patience = max(1, int(1000 * seconds))
                 found = self._request("blocking_key_value_get_bytes", name, patience)
             except JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" in str(error):

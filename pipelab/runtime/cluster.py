@@ -3,7 +3,7 @@
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ class Cluster(Threads):
     over      set when this process leaves; then its `threads` end
     """
 
+    several = True
     refusal: type[ValueError] = ValueError
     meetings = 0
     pause = LOOK
@@ -70,7 +71,10 @@ class Cluster(Threads):
 
     @abstractmethod
     def take(self, names: Sequence[str], seconds: float) -> list[Any]:
-        """The values as soon as all are there; None for one that does not come in time."""
+        """The values as soon as all are there; None for those that are not there in time.
+
+        Behind a missing one, others may be None, too.
+        """
 
     @abstractmethod
     def look(self, names: Sequence[str], perhaps: str) -> list[Any]:
@@ -89,13 +93,17 @@ class Cluster(Threads):
     def __enter__(self) -> "Cluster":
         self.meeting = f"pipelab/{self.meetings}"
         names = [f"{self.meeting}/met/{n}" for n in range(self.count)]
+        deadline = time.monotonic() + self.timeout
+        met: list[tuple[str, str]] = []
         try:
             self.give(f"{self.meeting}/at/{self.me}", self.here())
             self.give(names[self.me], (clock.host(), self.call))
-            met = self.take(names, self.timeout)
-            if None in met:
-                self.drop(names[self.me])
-                raise self._not_called(met.index(None))
+            for name in names:
+                (told,) = self.take([name], max(0.001, deadline - time.monotonic()))
+                if told is None:
+                    self.drop(names[self.me])
+                    raise self._not_called(len(met))
+                met.append(told)
             self._look()
         except Lost as error:
             raise self._unheard(error) from error
@@ -127,16 +135,16 @@ class Cluster(Threads):
         self.since, self.patience = time.monotonic(), self.timeout
         with self._agreeing():
             mine = super().collect(call)
-            of_all = self.share([(_short(outcome), _is_short(outcome)) for outcome in mine], call)
-            told = [pair for of_one in of_all for pair in of_one]
-            every = [short for short, _ in told]
-            if not all(is_all for _, is_all in told):
-                self._tell(mine, call)
-                if self.first:
-                    every = [*chain(*self._heard(range(self.count), call))]
+            told = self.share([(_short(outcome), _is_short(outcome)) for outcome in mine], call)
+            others = chain.from_iterable(told[: self.me] + told[self.me + 1 :])
+            every = [short for short, _ in others]
+            if not all(is_all for of_one in told for _, is_all in of_one):
+                self._tell(None if self.first else mine, call)
+                if self.first:  # one by one, as they may be large
+                    every = [o for n in range(1, self.count) for o in self._heard([n], call)[0]]
+                self.from_first(lambda: None, call)  # all were whole, or all fail
         self.patience = math.inf
-        ranks = {(outcome.row, outcome.replica) for outcome in mine}
-        return mine + [o for o in every if (o.row, o.replica) not in ranks]
+        return mine + every
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -172,7 +180,7 @@ class Cluster(Threads):
             questions = [f"{self.meeting}/time/{number}/{i}" for i in range(clock.ROUNDS)]
             if self.first:
                 for question in questions:
-                    self._values([question])
+                    self._value(question)
                     self.give(f"{question}/answer", time.perf_counter())
             elif self.me == number:
                 ahead = clock.behind(partial(self._ask, iter(questions)))
@@ -185,19 +193,14 @@ class Cluster(Threads):
     def _ask(self, questions: Any) -> float:
         question = next(questions)
         self.give(question, "what time is it?")
-        return self._values([f"{question}/answer"])[0]
+        return self._value(f"{question}/answer")
 
     # ---- what processes tell each other
 
-    def agree(
-        self,
-        digests: Digests,
-        call: str = "a batch's data",
-        *,
-        early: bool = False,
-        value: Any = None,
-    ) -> list[Any]:
-        values, answers = zip(*self.share((value, digests()), call, early=early), strict=True)
+    def agree(self, digests: Digests, call: str = "a batch's data", *, early: bool = False) -> None:
+        self.refuse_others(self.share(digests(), call, early=early))
+
+    def refuse_others(self, answers: Sequence[Mapping[str, str | None]]) -> None:
         for name in dict.fromkeys(name for answer in answers for name in answer):
             known = {number: of[name] for number, of in enumerate(answers) if of.get(name)}
             others = [number for number in known if known[number] != known[min(known)]]
@@ -207,7 +210,6 @@ class Cluster(Threads):
                     "the same call in all, with start weights from one seed, and whole batches in "
                     "the same order: no shards, one seed for shuffling and augmentation"
                 )
-        return [*values]
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
         with self._agreeing():
@@ -233,30 +235,37 @@ class Cluster(Threads):
 
         `refusal` if one makes another call. call, early: see `share`.
         """
-        names = [f"{self.meeting}/{self._told_count}/{number}" for number in numbers]
-        seconds, given_up = self.timeout if early and self.wire else math.inf, math.inf
+        names = {n: f"{self.meeting}/{self._told_count}/{n}" for n in numbers}
+        seconds = self.timeout if early and self.wire else math.inf
+        began, given_up = time.monotonic(), math.inf
+        heard: dict[int, Any] = {}
+        others: dict[int, str] = {}  # the calls of those who made another one, even if withdrawn
         while True:
-            found = self._values(names, seconds)
-            if None in found:
-                raise self._not_called(numbers[found.index(None)])
-            calls = zip(numbers, (their_call for their_call, _ in found), strict=True)
-            others = {number: their_call for number, their_call in calls if their_call != call}
-            if not others:
-                return [value for _, value in found]
+            waiting = [n for n in numbers if n not in heard]
+            found = zip(waiting, self.take([names[n] for n in waiting], LOOK), strict=True)
+            there = {n: told for n, told in found if told is not None}  # and not withdrawn
+            heard |= {n: value for n, (their_call, value) in there.items() if their_call == call}
+            if len(heard) == len(numbers):
+                return [heard[n] for n in numbers]
+            others |= {n: their_call for n, (their_call, _) in there.items()}
+            others = {n: their_call for n, their_call in others.items() if n not in heard}
             if early and LOOKS in others.values():
                 self._withdraw()
                 raise Looked
-            # An interrupt may have kept the other from its call: it makes this one later, or the
-            # same interrupt ends this one here, which then is one that reads.
-            patience = LOOK if call in READING else LEAVING
-            given_up = min(given_up, time.monotonic() + patience)
-            if time.monotonic() > given_up:
-                self._withdraw()
-                number, their_call = next(iter(others.items()))
-                raise self.refusal(
-                    f"process {number} is at {their_call}, but process {self.me} at {call}: make "
-                    "the same calls in all"
-                )
+            if others:
+                # An interrupt may have kept the other from its call: it makes this one later, or
+                # the same interrupt ends this one here, which then is one that reads.
+                patience = LOOK if call in READING else LEAVING
+                given_up = min(given_up, time.monotonic() + patience)
+                if time.monotonic() > given_up:
+                    self._withdraw()
+                    number, their_call = next(iter(others.items()))
+                    raise self.refusal(
+                        f"process {number} is at {their_call}, but process {self.me} at {call}: "
+                        "make the same calls in all"
+                    )
+            elif time.monotonic() - began > seconds:
+                raise self._not_called(next(n for n in waiting if n not in heard))
             self.watch()
             time.sleep(LOOK / 10)
 
@@ -266,15 +275,11 @@ class Cluster(Threads):
         self.give(f"{self.meeting}/{self._told_count}/{self.me}", None)
         self._told_count -= 1
 
-    def _values(self, names: Sequence[str], seconds: float = math.inf) -> list[Any]:
-        """What others give, None what does not come in time. RunError if any process fails."""
-        began = time.monotonic()
-        while None in (values := self.take(names, LOOK)):
+    def _value(self, name: str) -> Any:
+        """What another process gives; waits for it. RunError if any process fails."""
+        while (value := self.take([name], LOOK)[0]) is None:
             self.watch()
-            if time.monotonic() - began > seconds:
-                break
-            time.sleep(LOOK / 100)  # one may have been withdrawn
-        return values
+        return value
 
     def _not_called(self, number: int) -> RunError:
         return RunError(
@@ -349,4 +354,4 @@ def _short(outcome: Outcome) -> Outcome:
 
 def _is_short(outcome: Outcome) -> bool:
     outputs = any(of.output is not None for of in outcome.seen.values())
-    return not (outcome.steps or outcome.weights or outcome.states or outputs)
+    return not (any(outcome.steps.values()) or outcome.weights or outcome.states or outputs)

@@ -44,31 +44,25 @@ def no_progress(places: Sequence[str], timeout: float) -> str:
 class Launcher(AbstractContextManager):
     """The ranks of a run's jobs. They start once, and then take orders until the end.
 
-    first  whether this process is the one that writes and checks
+    first    whether this process is the one that writes and checks
+    several  whether there are others, which make the same calls
     """
 
-    first = True
+    first, several = True, False
 
     def ranks(self, count: int) -> Sequence[int]:
         """Those of `count` ranks that this process runs. ValueError if there are not that many."""
         return range(count)
 
-    def agree(
-        self,
-        digests: Digests,
-        call: str = "a batch's data",
-        *,
-        early: bool = False,
-        value: Any = None,
-    ) -> list[Any]:
-        """The values of all processes, as by `share`; all call this.
-
-        ValueError if several were given different arguments.
+    def agree(self, digests: Digests, call: str = "a batch's data", *, early: bool = False) -> None:
+        """ValueError if several processes were given different arguments; all call this.
 
         digests      returns them by name; None, or no entry, if not known here
         call, early  see `share`
         """
-        return [value]
+
+    def refuse_others(self, answers: Sequence[Mapping[str, str | None]]) -> None:
+        """The same ValueError, from the digests that all have shared, in their order."""
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
         """The values of all processes, in their order; all call this.

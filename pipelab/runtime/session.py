@@ -208,19 +208,30 @@ class Session(AbstractContextManager):
 
     # ---- orders
 
-    def submit(
-        self,
-        work: Work,
-        data: Data,
-        *,
-        agreed: bool = False,
-        paces: Sequence[Any] = (),
-        **fields: Any,
-    ) -> None:
-        """Give each rank of this process its row, and its part of the data.
+    def submit(self, work: Work, data: Data, **fields: Any) -> None:
+        """Give each rank of this process its row, and its part of the data: see `orders`.
 
-        The first call starts them. `agreed`: it is known that all processes were given the same
-        data. `fields` are of every `Order`.
+        The first call starts them.
+        """
+        orders = self.orders(work, data, **fields)
+        # By now the orders have read all that they need. Processes that were given other weights
+        # or data would train without an error.
+        if self.started:
+            self.launcher.agree(data.digests, early=True)
+        else:
+            self.backend.look_at(data)
+            self.launcher.agree(lambda: self.backend.digests() | data.digests())
+            with self._failing():
+                self.launcher.start(self._jobs())
+            self.started = True
+        self.give(orders)
+
+    def orders(
+        self, work: Work, data: Data, *, paces: Sequence[Any] = (), **fields: Any
+    ) -> list[Order]:
+        """The row of each rank of this process, with its part of the data.
+
+        `fields` are of every `Order`.
         """
         schedule, options = self.schedule, self.options
         checks = self.launcher.first and options.check  # it computes the other ranks' stages, too
@@ -228,7 +239,7 @@ class Session(AbstractContextManager):
             whole = work.microbatches // schedule.per_sequence
             self.unit = unit_of(data, whole * options.replicas)
         rows, overlapped, later = work.rows, work.overlapped, work.read_later()
-        orders = [
+        return [
             Order(
                 actions=rows[row],
                 overlapped=overlapped,
@@ -242,21 +253,9 @@ class Session(AbstractContextManager):
             )
             for row, replica in self.ranks
         ]
-        # By now the orders have read all that they need. Processes that were given other weights
-        # or data would train without an error.
-        if self.started:
-            if not agreed:
-                self.launcher.agree(data.digests, early=True)
-        else:
-            self.backend.look_at(data)
-            self.launcher.agree(lambda: self.backend.digests() | data.digests())
-            with self._failing():
-                self.launcher.start(self._jobs())
-            self.started = True
-        self.give(orders)
 
     def give(self, orders: Sequence[Order]) -> None:
-        """Give the started ranks orders without new data."""
+        """Give the started ranks orders, of whose data all processes have the same."""
         with self._failing():
             self.launcher.submit(orders)
 

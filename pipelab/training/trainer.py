@@ -5,8 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from pipelab.predict.costs import Recomputed, recompute_of
 from pipelab.runtime.backends import backend_of
 from pipelab.runtime.batches import Data, as_pair, mean_losses, repeated, samples_of
-from pipelab.runtime.launcher import LOOKS, Digests, Looked
+from pipelab.runtime.launcher import LOOKS, Looked
 from pipelab.runtime.options import Options
 from pipelab.runtime.orders import Order, Update, by_stage
 from pipelab.runtime.result import norm_and_rates
@@ -32,6 +31,26 @@ from pipelab.training.progress import say, showing, shown_late
 from pipelab.training.step import Result, TrainedBatch
 
 END = object()
+
+
+@dataclass(frozen=True)
+class _Next:
+    """The next batch, as a process sees it.
+
+    batch     None where it is not needed, END if there is none
+    pieces    its micro-batches; None if there is none
+    data      as its orders read it, if they could be made before all processes met; else they are
+              made, or fail, afterwards
+    error     why they could not be made
+    digests   of that data, for the other processes
+    """
+
+    batch: Any
+    pieces: Any
+    data: Data | None = None
+    orders: list[Order] | None = None
+    error: Exception | None = None
+    digests: Mapping[str, str | None] = field(default_factory=dict)
 
 
 class Trainer(AbstractContextManager):
@@ -207,18 +226,21 @@ class Trainer(AbstractContextManager):
         evaluation, iterator = Evaluation(), iter(batches)
         session, trees = self._session, self._session.backend.trees
         observe = Observe(dict(metrics or {}), outputs) if metrics or outputs else None
-        while batch_read := self._next(iterator, "evaluate"):
-            (batch, pieces), times = batch_read, 1
-            if not pieces:  # fewer samples than replicas
-                times = session.options.replicas
-                if batch is not None:
-                    batch = repeated(batch, times, self.number, trees)
+        while True:
+            self._read_next(iterator)
             with self._whole():
+                found = self._next(iterator, "evaluate")
+                if not found:
+                    return evaluation
+                batch, pieces, times = found.batch, found.pieces, 1
+                if not pieces:  # fewer samples than replicas
+                    times = session.options.replicas
+                    if batch is not None:
+                        batch = repeated(batch, times, self.number, trees)
                 work = Work(table, 0, 1, self.number, pieces=pieces or table.per_sequence)
                 data = {self.number: batch}
                 run = session.run(work, data, check=False, observe=observe)
             evaluation.add(run, times, trees)
-        return evaluation
 
     def save(self, folder: str | Path, loader: Any = None) -> None:
         """Write a checkpoint to a new or empty folder, which all ranks see.
@@ -277,33 +299,67 @@ class Trainer(AbstractContextManager):
     def _train_on_next(self, iterator: Iterator[Any]) -> bool:
         """Read a batch and put it under way, unless it is too short; False if there is none."""
         self._read_next(iterator)
-        with self._session.backend.turns(callers=False):  # once for all that follows
-            batch_read = self._next(iterator, "fit")
-            if batch_read and not self._is_too_short(batch_read[1]):
-                with self._whole():
-                    # One batch more than the pipeline needs is under way.
-                    while len(self._under_way) > 1 + self._endless.ahead:
-                        self._collect()
-                    self._train_on(*batch_read)
-        return batch_read is not None
+        # Once for all that follows; and no interrupt may come between the meeting, after which
+        # others train on the batch, and the orders.
+        with self._session.backend.turns(callers=False), self._whole():
+            found = self._next(iterator, "fit")
+            if found and not self._is_too_short(found.pieces):
+                # One batch more than the pipeline needs is under way.
+                while len(self._under_way) > 1 + self._endless.ahead:
+                    self._collect()
+                self._train_on(found)
+        return found is not None
 
-    def _next(self, iterator: Iterator[Any], call: str) -> tuple[Any, int] | None:
-        """The next batch, None where it is not needed here, and its micro-batches; or None."""
-        batch = self._read_next(iterator)
-        with self._whole():
-            # What process 0 sees counts: others may not read it.
-            known = None if batch is END else self._pieces(batch)
-            digests = partial(self._digests, batch) if call == "fit" else dict
-            pieces = self._meet(call, known, digests)
+    def _next(self, iterator: Iterator[Any], call: str) -> "_Next | None":
+        """The next batch, once all processes make this call; None if there is none.
+
+        What process 0 sees counts: others may not read it.
+        """
+        while True:
+            found = self._prepared(self._read_next(iterator), call)
+            mine = found.pieces, told(found.error) if found.error else "", found.digests
+            try:
+                every = self._session.launcher.share(mine, call, early=True)
+                break
+            except Looked:
+                self._look()
         del self._read[id(iterator)]
-        if pieces is None:
+        pieces, errors, digests = zip(*every, strict=True)
+        if pieces[0] is None:
             return None
-        if batch is END:
+        # Now all raise the same, before any of them has begun with the batch.
+        if None in pieces:
             raise ValueError(
-                f"process 0 has a batch {self.number}, but this process has none: give all the "
-                "same batches"
+                f"process 0 has a batch {self.number}, but process {pieces.index(None)} has none: "
+                "give all the same batches"
             )
-        return batch, pieces
+        self._session.launcher.refuse_others(digests)
+        if found.error:
+            raise found.error
+        for number, error in enumerate(errors):
+            if error:
+                raise ValueError(f"process {number}: {error}")
+        return replace(found, pieces=pieces[0])
+
+    def _prepared(self, batch: Any, call: str) -> "_Next":
+        """What this process can say of the next batch, and its orders if they can be made."""
+        session, table, number = self._session, self._endless.table, self.number
+        if batch is END:
+            return _Next(batch, None)
+        found = _Next(batch, self._pieces(batch))
+        if call != "fit" or not session.started:
+            return found
+        trees, digests = session.backend.trees, {}
+        data = Data({number: batch}, range(number, number + 1), trees)
+        between = found.pieces == table.microbatches and not self._is_checked(number)
+        try:
+            work = self._endless.work(number, self._begun)
+            orders = session.orders(work, data) if between else None
+            if session.launcher.several and batch is not None:
+                digests = {f"batch {number}": trees.digest(data[0])}
+        except Exception as error:
+            return replace(found, error=error)
+        return replace(found, data=data, orders=orders, digests=digests)
 
     def _read_next(self, iterator: Iterator[Any]) -> Any:
         """The next batch; the same one again until it is trained on."""
@@ -326,24 +382,17 @@ class Trainer(AbstractContextManager):
         except (ValueError, StopIteration):  # told when it is cut
             return table.microbatches
 
-    def _digests(self, batch: Any) -> dict[str, str | None]:
-        """Of a batch, if it is here; those of the first one are told when the ranks start."""
-        trees = self._session.backend.trees
-        if batch is None or batch is END or not self._session.started:
-            return {}
-        try:
-            return {f"batch {self.number}": trees.digest(as_pair(batch, self.number, trees))}
-        except ValueError:  # told when it is cut
-            return {}
+    def _is_checked(self, number: int) -> bool:
+        return self._every > 0 and not (number - self._first) % self._every
 
-    def _train_on(self, batch: Any, pieces: int) -> None:
+    def _train_on(self, found: "_Next") -> None:
         number, session, endless = self.number, self._session, self._endless
         self._times[number] = time.perf_counter()
-        checked = self._every > 0 and not (number - self._first) % self._every
+        checked, pieces, batch = self._is_checked(number), found.pieces, {number: found.batch}
         if checked or pieces < endless.table.microbatches:
             self._empty()
             work = endless.work(number, pieces=pieces)
-            run = session.run(work, {number: batch}, check=checked)
+            run = session.run(work, batch, check=checked)
             self._begin_step()
             self._begun = session.done
             self._last = time.perf_counter()
@@ -361,8 +410,12 @@ class Trainer(AbstractContextManager):
             if run.check and not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
-        data = Data({number: batch}, range(number, number + 1), session.backend.trees)
-        session.submit(endless.work(number, self._begun), data, agreed=True)
+        if found.orders is not None:
+            data = found.data
+            session.give(found.orders)
+        else:
+            data = Data(batch, range(number, number + 1), session.backend.trees)
+            session.submit(endless.work(number, self._begun), data)
         session.done += 1
         self._begin_step()
         self._under_way.append(data)
@@ -459,14 +512,6 @@ class Trainer(AbstractContextManager):
             self._collect()
         if self._known < number:  # its last update is still to come
             self._empty()
-
-    def _meet(self, call: str, value: Any, digests: Digests) -> Any:
-        """The value of process 0 for this call, once all processes make it."""
-        while True:
-            try:
-                return self._session.launcher.agree(digests, call, early=True, value=value)[0]
-            except Looked:
-                self._look()
 
     def _finish(self, call: str) -> None:
         """Finish all that is under way, once all processes make this call.

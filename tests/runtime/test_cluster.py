@@ -10,6 +10,8 @@ import pytest
 from pipelab import RunError
 from pipelab.runtime import cluster as clusters
 from pipelab.runtime.cluster import Cluster
+from pipelab.runtime.orders import Outcome
+from pipelab.runtime.threads import Threads
 from pipelab.runtime.transport import Lost
 
 
@@ -27,8 +29,8 @@ class Store(dict):
 
 
 class Process(Cluster):
-    def __init__(self, me, store, timeout=10.0, call="a call"):
-        super().__init__(me, 2, timeout, call)
+    def __init__(self, me, store, timeout=10.0, call="a call", count=2):
+        super().__init__(me, count, timeout, call)
         self.store, self.meetings = store, 0
 
     def give(self, name, value):
@@ -116,6 +118,40 @@ def test_a_call_that_others_do_not_make_is_refused_and_can_be_followed_by_theirs
             one.share(0, "fit", early=True)
         assert one.share(0, "save") == [0, 1]
     assert found == [[0, 1]]
+
+
+def test_another_call_is_refused_though_one_has_not_come_yet(store, monkeypatch):
+    monkeypatch.setattr(clusters, "LEAVING", 0.1)
+    one, other, last = (Process(me, store, count=3) for me in range(3))
+    with beside(other.__enter__), beside(last.__enter__):
+        one.__enter__()
+
+    both = threading.Barrier(3)
+
+    def refuses(process, call):
+        with pytest.raises(ValueError, match=f"is at .*, but process {process.me} at {call}"):
+            process.share(None, call, early=True)
+        both.wait(10)
+        return process.share(process.me)
+
+    with beside(refuses, one, "fit") as of_one, beside(refuses, last, "save") as of_last:
+        both.wait(10)
+        assert other.share(1) == [0, 1, 2]
+    assert of_one == of_last == [[0, 1, 2]]
+    for process in (one, other, last):
+        process.__exit__(None, None, None)
+
+
+def test_what_only_the_first_needs_is_told_to_it_alone(two, monkeypatch):
+    def outcome(row):
+        return Outcome(row, 0, {}, weights={row: "large"}, steps={row: ()})
+
+    monkeypatch.setattr(Threads, "collect", lambda self, call: [outcome(self.me)])
+    one, other = two
+    with beside(other.collect) as found:
+        mine = one.collect()
+    assert [of.weights for of in mine] == [{0: "large"}, {1: "large"}]
+    assert [of.weights for of in found[0]] == [{1: "large"}, {}]
 
 
 def test_a_call_that_one_does_not_make_is_given_up_in_all(two):

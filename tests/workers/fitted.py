@@ -1,10 +1,12 @@
 """What test_trainer starts on every rank: a Trainer without a flush, beside a run in threads."""
 
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -47,7 +49,26 @@ def main(folder):
         mine = [(a, b) for a, b in zip(found, whole.weights, strict=True) if a]
         assert len(mine) == (3 if rank == "0" else 1)
         assert all(torch.equal(a[key], b[key]) for a, b in mine for key in a)
+    refused(rank, table(), stages, optimizer, batches)
     sys.stdout.write(f"ok{rank}\n")  # one write: ranks share the output
+
+
+def refused(rank, table, stages, optimizer, batches):
+    """What one rank alone gets wrong is refused by all, before any has begun with the batch."""
+    x, y = batches[1]
+    # Of three, the second needs no data.
+    of_last = {
+        "but process 2 has none": [],
+        "batch 1 differs between process 0 and process 2": [(x, y + 1)],
+        "its tensors have [7, 8] samples": [(x, y[1:])],
+    }
+    with pipelab.Trainer(table, stages, F.mse_loss, optimizer, check=False) as trainer:
+        assert len(list(trainer.fit(batches[:1]))) == 1
+        for told, wrong in of_last.items():
+            with pytest.raises(ValueError, match=re.escape(told)):
+                list(trainer.fit(wrong if rank == "2" else batches[1:2]))
+        assert len(list(trainer.fit(batches[1:2]))) == 1
+        assert trainer.number == 2
 
 
 if __name__ == "__main__":
