@@ -15,7 +15,7 @@ help:  ## this list
 lab: .venv/.ready$(if $(GPU),-gpu)  ## set up, then open JupyterLab on the course; GPU=1: with JAX for NVIDIA
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
-test:  ## set up, then lint, types, unit tests, doctests, notebooks: about 15 minutes on two cores
+test:  ## set up, then lint, types, unit tests, doctests, notebooks: about 12 minutes on two cores
 test-all:  ## the same, and in more sizes, precisions and processes
 test-all: export XLA_FLAGS :=
 test-all: WITHOUT :=
@@ -23,8 +23,8 @@ test-all: UNIT += --hypothesis-profile pipelab
 test test-all: .venv/.ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy & $(UNIT) --nbval -m 'not timed $(WITHOUT)' && wait $$!
-	$(BIN)/pytest -m 'timed $(WITHOUT)' $$(grep -rl mark.timed tests --include='test_*.py')
+	$(BIN)/mypy & $(BIN)/pytest -m 'timed $(WITHOUT)' $$(grep -rl mark.timed tests --include='test_*.py') \
+		&& $(UNIT) --nbval -m 'not timed $(WITHOUT)' && wait $$!
 
 check: .venv/.ready  ## after a small change: lint, types, the quick tests of the first rooms
 	$(BIN)/ruff check

@@ -170,9 +170,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What the imports of all tests left stays: the collector need not walk it again and again."""
+    """What the imports of all tests left stays: the collector need not walk it again and again.
+
+    Nor does it look at what a test makes as often as it would.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 50, 20)
 
 
 FAILED = pytest.StashKey[list]()  # the checks that failed in a test
