@@ -115,8 +115,10 @@ class Distributed(Cluster):
         """After a failure: all together, if no process is dead, or comes later than the others."""
         self._say_left()
         with suppress(Lost):
-            names = [f"{self.meeting}/left/{number}" for number in range(self.count)]
-            together = None not in self.take(names, LEAVING)
+            deadline, together = time.monotonic() + LEAVING, True
+            for number in range(self.count):
+                seconds = max(0.001, deadline - time.monotonic())
+                together &= self._take(f"{self.meeting}/left/{number}", seconds) is not None
             # At its end jax waits for all: the first to know says whether there will be all.
             self.alone = not self.give_first(f"{self.meeting}/together", together)
 
@@ -151,13 +153,12 @@ class Distributed(Cluster):
     def give_first(self, name: str, value: Any) -> Any:
         with suppress(JaxRuntimeError):  # there is one
             self._request("key_value_set_bytes", name, pickle.dumps(value))
-        (told,) = self.take([name], LEAVING)
-        if told is None:
+        if (given := self._take(name, LEAVING)) is None:
             raise Lost(f"{name} is not in the store")
-        return told
+        return given
 
     def take(self, names: Sequence[str], seconds: float) -> list[Any]:
-        # Each has its own time, which the way of a large value is part of.
+        # Each name may take so long: a large value is slow to arrive.
         found = [*takewhile(lambda v: v is not None, (self._take(n, seconds) for n in names))]
         return found + [None] * (len(names) - len(found))
 

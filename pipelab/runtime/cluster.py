@@ -73,7 +73,7 @@ class Cluster(Threads):
     def take(self, names: Sequence[str], seconds: float) -> list[Any]:
         """The values as soon as all are there; None for those that are not there in time.
 
-        Behind a missing one, others may be None, too.
+        After a missing one, the rest may be None, too.
         """
 
     @abstractmethod
@@ -99,11 +99,11 @@ class Cluster(Threads):
             self.give(f"{self.meeting}/at/{self.me}", self.here())
             self.give(names[self.me], (clock.host(), self.call))
             for name in names:
-                (told,) = self.take([name], max(0.001, deadline - time.monotonic()))
-                if told is None:
+                (call,) = self.take([name], max(0.001, deadline - time.monotonic()))
+                if call is None:
                     self.drop(names[self.me])
                     raise self._not_called(len(met))
-                met.append(told)
+                met.append(call)
             self._look()
         except Lost as error:
             raise self._unheard(error) from error
@@ -135,14 +135,14 @@ class Cluster(Threads):
         self.since, self.patience = time.monotonic(), self.timeout
         with self._agreeing():
             mine = super().collect(call)
-            told = self.share([(_short(outcome), _is_short(outcome)) for outcome in mine], call)
-            others = chain.from_iterable(told[: self.me] + told[self.me + 1 :])
+            of_all = self.share([(_short(outcome), _is_short(outcome)) for outcome in mine], call)
+            others = chain.from_iterable(of_all[: self.me] + of_all[self.me + 1 :])
             every = [short for short, _ in others]
-            if not all(is_all for of_one in told for _, is_all in of_one):
+            if not all(is_all for of_one in of_all for _, is_all in of_one):
                 self._tell(None if self.first else mine, call)
                 if self.first:  # one by one, as they may be large
                     every = [o for n in range(1, self.count) for o in self._heard([n], call)[0]]
-                self.from_first(lambda: None, call)  # all were whole, or all fail
+                self.from_first(lambda: None, call)  # all go on once process 0 has everything
         self.patience = math.inf
         return mine + every
 
@@ -239,16 +239,14 @@ class Cluster(Threads):
         seconds = self.timeout if early and self.wire else math.inf
         began, given_up = time.monotonic(), math.inf
         heard: dict[int, Any] = {}
-        others: dict[int, str] = {}  # the calls of those who made another one, even if withdrawn
         while True:
             waiting = [n for n in numbers if n not in heard]
             found = zip(waiting, self.take([names[n] for n in waiting], LOOK), strict=True)
-            there = {n: told for n, told in found if told is not None}  # and not withdrawn
+            there = {n: given for n, given in found if given is not None}  # and not withdrawn
             heard |= {n: value for n, (their_call, value) in there.items() if their_call == call}
             if len(heard) == len(numbers):
                 return [heard[n] for n in numbers]
-            others |= {n: their_call for n, (their_call, _) in there.items()}
-            others = {n: their_call for n, their_call in others.items() if n not in heard}
+            others = {n: their_call for n, (their_call, _) in there.items() if n not in heard}
             if early and LOOKS in others.values():
                 self._withdraw()
                 raise Looked
@@ -264,8 +262,10 @@ class Cluster(Threads):
                         f"process {number} is at {their_call}, but process {self.me} at {call}: "
                         "make the same calls in all"
                     )
-            elif time.monotonic() - began > seconds:
-                raise self._not_called(next(n for n in waiting if n not in heard))
+            else:
+                given_up = math.inf
+                if time.monotonic() - began > seconds:
+                    raise self._not_called(next(n for n in waiting if n not in heard))
             self.watch()
             time.sleep(LOOK / 10)
 
@@ -347,11 +347,12 @@ def thread_of(call: Callable[..., None], *arguments: Any) -> Thread:
 
 
 def _short(outcome: Outcome) -> Outcome:
-    """Without what only process 0 needs, if it has that: see `_is_short`."""
+    """Without what only process 0 needs."""
     seen = {k: of._replace(output=None) for k, of in outcome.seen.items()}
     return replace(outcome, steps={}, weights={}, states={}, seen=seen)
 
 
 def _is_short(outcome: Outcome) -> bool:
+    """Whether `_short` would leave nothing out."""
     outputs = any(of.output is not None for of in outcome.seen.values())
     return not (any(outcome.steps.values()) or outcome.weights or outcome.states or outputs)

@@ -62,7 +62,7 @@ class Launcher(AbstractContextManager):
         """
 
     def refuse_others(self, answers: Sequence[Mapping[str, str | None]]) -> None:
-        """The same ValueError, from the digests that all have shared, in their order."""
+        """The same, from digests already shared: one mapping per process, by number."""
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
         """The values of all processes, in their order; all call this.

@@ -255,7 +255,7 @@ class Session(AbstractContextManager):
         ]
 
     def give(self, orders: Sequence[Order]) -> None:
-        """Give the started ranks orders, of whose data all processes have the same."""
+        """Give the started ranks orders. If these hold data, all processes have agreed on it."""
         with self._failing():
             self.launcher.submit(orders)
 

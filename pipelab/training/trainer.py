@@ -39,8 +39,8 @@ class _Next:
 
     batch     None where it is not needed, END if there is none
     pieces    its micro-batches; None if there is none
-    data      as its orders read it, if they could be made before all processes met; else they are
-              made, or fail, afterwards
+    data      the same, as it is given to ranks
+    orders    made before the processes met; none for the first batch, a checked or a short one
     error     why they could not be made
     digests   of that data, for the other processes
     """
@@ -299,8 +299,8 @@ class Trainer(AbstractContextManager):
     def _train_on_next(self, iterator: Iterator[Any]) -> bool:
         """Read a batch and put it under way, unless it is too short; False if there is none."""
         self._read_next(iterator)
-        # Once for all that follows; and no interrupt may come between the meeting, after which
-        # others train on the batch, and the orders.
+        # An interrupt must not come after the ranks have met and before the orders are given: the
+        # others would train on the batch.
         with self._session.backend.turns(callers=False), self._whole():
             found = self._next(iterator, "fit")
             if found and not self._is_too_short(found.pieces):
@@ -310,7 +310,7 @@ class Trainer(AbstractContextManager):
                 self._train_on(found)
         return found is not None
 
-    def _next(self, iterator: Iterator[Any], call: str) -> "_Next | None":
+    def _next(self, iterator: Iterator[Any], call: str) -> _Next | None:
         """The next batch, once all processes make this call; None if there is none.
 
         What process 0 sees counts: others may not read it.
@@ -341,7 +341,7 @@ class Trainer(AbstractContextManager):
                 raise ValueError(f"process {number}: {error}")
         return replace(found, pieces=pieces[0])
 
-    def _prepared(self, batch: Any, call: str) -> "_Next":
+    def _prepared(self, batch: Any, call: str) -> _Next:
         """What this process can say of the next batch, and its orders if they can be made."""
         session, table, number = self._session, self._endless.table, self.number
         if batch is END:
@@ -349,25 +349,26 @@ class Trainer(AbstractContextManager):
         found = _Next(batch, self._pieces(batch))
         if call != "fit" or not session.started:
             return found
-        trees, digests = session.backend.trees, {}
-        data = Data({number: batch}, range(number, number + 1), trees)
+        digests: Mapping[str, str | None] = {}
+        data = Data({number: batch}, range(number, number + 1), session.backend.trees)
         between = found.pieces == table.microbatches and not self._is_checked(number)
         try:
             work = self._endless.work(number, self._begun)
             orders = session.orders(work, data) if between else None
             if session.launcher.several and batch is not None:
-                digests = {f"batch {number}": trees.digest(data[0])}
+                _ = data[0]  # read, if the orders have not
+                digests = data.digests()
         except Exception as error:
             return replace(found, error=error)
         return replace(found, data=data, orders=orders, digests=digests)
 
     def _read_next(self, iterator: Iterator[Any]) -> Any:
-        """The next batch; the same one again until it is trained on."""
+        """The next batch; the same one again until all processes have met for it."""
         session = self._session
         self._heed()
         session.backend.check_caller()
         looks = session.backend.looks and not session.started
-        if id(iterator) not in self._read:  # else an interrupt came before it was trained on
+        if id(iterator) not in self._read:
             needed = session.launcher.first or session.needs_data or looks
             self._read[id(iterator)] = iterator, next(iterator, END) if needed else None
         return self._read[id(iterator)][1]
@@ -385,7 +386,7 @@ class Trainer(AbstractContextManager):
     def _is_checked(self, number: int) -> bool:
         return self._every > 0 and not (number - self._first) % self._every
 
-    def _train_on(self, found: "_Next") -> None:
+    def _train_on(self, found: _Next) -> None:
         number, session, endless = self.number, self._session, self._endless
         self._times[number] = time.perf_counter()
         checked, pieces, batch = self._is_checked(number), found.pieces, {number: found.batch}

@@ -126,18 +126,33 @@ def test_another_call_is_refused_though_one_has_not_come_yet(store, monkeypatch)
     with beside(other.__enter__), beside(last.__enter__):
         one.__enter__()
 
-    both = threading.Barrier(3)
+    one._tell(0, "fit")
+    with pytest.raises(ValueError, match="process 0 is at fit, but process 2 at save"):
+        last.share(2, "save")
+    with beside(last.share, 2, "fit") as found:
+        assert other.share(1, "fit") == [0, 1, 2]
+    assert found == [[0, 1, 2]] == [one._heard(range(3), "fit")]
+    for process in (one, other, last):
+        process.__exit__(None, None, None)
 
-    def refuses(process, call):
-        with pytest.raises(ValueError, match=f"is at .*, but process {process.me} at {call}"):
-            process.share(None, call, early=True)
-        both.wait(10)
-        return process.share(process.me)
 
-    with beside(refuses, one, "fit") as of_one, beside(refuses, last, "save") as of_last:
-        both.wait(10)
-        assert other.share(1) == [0, 1, 2]
-    assert of_one == of_last == [[0, 1, 2]]
+def test_the_patience_with_one_is_over_when_it_has_come(store, monkeypatch):
+    # Was: another one that came later was refused at once.
+    monkeypatch.setattr(clusters, "LEAVING", 1.0)
+    one, other, last = (Process(me, store, count=3) for me in range(3))
+    with beside(other.__enter__), beside(last.__enter__):
+        one.__enter__()
+    other._tell(1, "fit")
+    with beside(one.share, 0, "save") as found:
+        time.sleep(0.5)
+        other._withdraw()
+        other._tell(1, "save")
+        time.sleep(1.0)
+        last._tell(2, "fit")
+        time.sleep(0.5)
+        last._withdraw()
+        last._tell(2, "save")
+    assert found == [[0, 1, 2]]
     for process in (one, other, last):
         process.__exit__(None, None, None)
 

@@ -600,8 +600,7 @@ def test_what_another_process_told_ends_the_training(monkeypatch):
         def share(*_, **options):
             raise RunError("process 1 has not made the call")
 
-        for told in ("share", "agree"):
-            monkeypatch.setattr(trainer._session.launcher, told, share)
+        monkeypatch.setattr(trainer._session.launcher, "share", share)
         with pytest.raises(RunError, match="process 1 has not made the call"):
             next(steps)
         with pytest.raises(RunError, match="training has ended: RunError: process 1 has not"):
