@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -79,15 +79,29 @@ def store():
     return Store()
 
 
-@pytest.fixture
-def two(store):
-    """Two processes that have met."""
-    found = [Process(me, store) for me in range(2)]
-    with beside(found[1].__enter__):
+@contextmanager
+def met(store, count):
+    """Processes that have met."""
+    found = [Process(me, store, count=count) for me in range(count)]
+    with ExitStack() as others:
+        for process in found[1:]:
+            others.enter_context(beside(process.__enter__))
         found[0].__enter__()
     yield found
     for process in found:
         process.__exit__(None, None, None)
+
+
+@pytest.fixture
+def two(store):
+    with met(store, 2) as found:
+        yield found
+
+
+@pytest.fixture
+def three(store):
+    with met(store, 3) as found:
+        yield found
 
 
 def test_what_the_first_says_stays_until_all_have_read_it(two):
@@ -120,11 +134,9 @@ def test_a_call_that_others_do_not_make_is_refused_and_can_be_followed_by_theirs
     assert found == [[0, 1]]
 
 
-def test_another_call_is_refused_though_one_has_not_come_yet(store, monkeypatch):
+def test_another_call_is_refused_though_one_has_not_come_yet(three, monkeypatch):
     monkeypatch.setattr(clusters, "LEAVING", 0.1)
-    one, other, last = (Process(me, store, count=3) for me in range(3))
-    with beside(other.__enter__), beside(last.__enter__):
-        one.__enter__()
+    one, other, last = three
 
     one._tell(0, "fit")
     with pytest.raises(ValueError, match="process 0 is at fit, but process 2 at save"):
@@ -132,16 +144,12 @@ def test_another_call_is_refused_though_one_has_not_come_yet(store, monkeypatch)
     with beside(last.share, 2, "fit") as found:
         assert other.share(1, "fit") == [0, 1, 2]
     assert found == [[0, 1, 2]] == [one._heard(range(3), "fit")]
-    for process in (one, other, last):
-        process.__exit__(None, None, None)
 
 
-def test_the_patience_with_one_is_over_when_it_has_come(store, monkeypatch):
+def test_the_patience_with_one_is_over_when_it_has_come(three, monkeypatch):
     # Was: another one that came later was refused at once.
     monkeypatch.setattr(clusters, "LEAVING", 1.0)
-    one, other, last = (Process(me, store, count=3) for me in range(3))
-    with beside(other.__enter__), beside(last.__enter__):
-        one.__enter__()
+    one, other, last = three
     other._tell(1, "fit")
     with beside(one.share, 0, "save") as found:
         time.sleep(0.5)
@@ -153,8 +161,6 @@ def test_the_patience_with_one_is_over_when_it_has_come(store, monkeypatch):
         last._withdraw()
         last._tell(2, "save")
     assert found == [[0, 1, 2]]
-    for process in (one, other, last):
-        process.__exit__(None, None, None)
 
 
 def test_what_only_the_first_needs_is_told_to_it_alone(two, monkeypatch):
