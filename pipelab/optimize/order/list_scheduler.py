@@ -277,8 +277,9 @@ def drafts(problem: OrderProblem) -> Iterator[GreedyOrder]:
                 *made,
                 greedy_order(less, Rule((Kind.I, Kind.F, Kind.W), 0.25)),
             ]
-            for draft in sources:
-                again = refilled(each, draft.rows, window=1)
+            # Several rules often find the same order of F and I.
+            for rows in dict.fromkeys(_without_weights(draft.rows) for draft in sources):
+                again = refilled(each, rows, window=1)
                 yield again
                 if again.span < PROMISING * shortest:
                     yield refined(each, again)
@@ -308,7 +309,7 @@ def refilled(problem: OrderProblem, rows: Rows, window: int) -> GreedyOrder:
     A device may wait as long as the one that waits most. A first try shows how long that is; more
     tries follow while they help.
     """
-    given = [[cell for cell in row if cell[1] is not Kind.W] for row in rows]
+    given = _without_weights(rows)
     rule, best = Rule(patience=None), None
     allowance = [0.0] * problem.devices
     while True:
@@ -318,6 +319,10 @@ def refilled(problem: OrderProblem, rows: Rows, window: int) -> GreedyOrder:
         best, longest = draft, max(draft.idle)
         # How much longer each could have waited without becoming the slowest.
         allowance = [longest - idle for idle in draft.idle]
+
+
+def _without_weights(rows: Rows) -> tuple[tuple[Cell, ...], ...]:
+    return tuple(tuple(cell for cell in row if cell[1] is not Kind.W) for row in rows)
 
 
 def fuse(schedule: Schedule) -> Schedule:

@@ -15,6 +15,7 @@ stages 0 and 3, device 1 stages 1 and 2; so the first and the last stage are on 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from pipelab.optimize.order.list_scheduler import drafts
 from pipelab.optimize.order.problem import OrderProblem
@@ -87,8 +88,18 @@ def _fastest(
         devices=devices, microbatches=microbatches, batches=batches
     )
     limit = devices if memory is None else memory
-    costs = Costs() if costs is None else costs
-    problem = OrderProblem(costs, place(devices), microbatches, limit)
+    problem = OrderProblem(Costs() if costs is None else costs, place(devices), microbatches, limit)
+    if not (best := _best(problem, fixed)):
+        raise ScheduleError(
+            f"memory={memory!r}: {name} finds no order for {devices} devices; give at least 1, or "
+            f"None for {devices}"
+        )
+    return replace(repeat(best, batches), name=name)
+
+
+@lru_cache(maxsize=128)
+def _best(problem: OrderProblem, fixed: Sequence[str]) -> Schedule | None:
+    """Of the fixed orders, and of the list scheduler's, the fastest that fits."""
 
     def span(table: Schedule) -> tuple[float, float, int]:
         timeline = simulate(table, problem.costs)
@@ -96,15 +107,9 @@ def _fastest(
         return timeline.span, timeline.makespan, max(timeline.peak_in_flight)
 
     # [1] The fixed orders, and ahead of them the list scheduler's: `min` keeps the first of equals.
-    tables = [make(order, devices, microbatches) for order in fixed]
+    tables = [make(order, problem.devices, problem.microbatches) for order in fixed]
     # With less memory it could not start a forward.
-    if limit >= 1:
+    if problem.memory >= 1:
         tables.insert(0, min(drafts(problem), key=lambda draft: draft.span).table)
     # [2] The fastest that fits.
-    best = min(filter(problem.fits, tables), key=span, default=None)
-    if not best:
-        raise ScheduleError(
-            f"memory={memory!r}: {name} finds no order for {devices} devices; give at least 1, or "
-            f"None for {devices}"
-        )
-    return replace(repeat(best, batches), name=name)
+    return min(filter(problem.fits, tables), key=span, default=None)
