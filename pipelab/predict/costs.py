@@ -144,7 +144,7 @@ class Costs:
         object.__setattr__(self, "recompute", recompute_of(self.recompute))
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "recompute" and (value is not None or field.default is not None):
+            if field.name != "recompute" and value is not field.default:
                 object.__setattr__(self, field.name, _checked(field.name, value))
 
     def to_json(self) -> str:
@@ -223,7 +223,7 @@ class Costs:
                 found[field.name] = ((*value, 0.0) * table.copies)[:-1]
             elif field.name != "speed" and isinstance(value, tuple) and len(value) == n:
                 found[field.name] = value * table.copies
-        return replace(self, **found)
+        return replace(self, **found) if found else self
 
     def split(self, virtual: int) -> "Costs":
         """The same model in `virtual` chunks a device, placed in a loop: see `over`.
