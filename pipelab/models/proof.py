@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from pipelab.models.clone import cloned, isolated
 from pipelab.models.placeholder import Differs, Needed, Placeholder, random_state, set_random_state
 from pipelab.models.shell import Around, Block, Stub
+from pipelab.runtime.torch.device import draw_from
 
 
 class Seen(NamedTuple):
@@ -98,7 +99,7 @@ def seen(
     outside = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)
+            draw_from(0, device)
             random.seed(0)
             np.random.seed(0)
             began = _outside()
@@ -235,7 +236,7 @@ def _draw_apart(part: nn.Module, device: torch.device) -> None:
 
 def _enter(outer: list[Tensor], path: str, device: torch.device, *_: Any) -> None:
     outer.append(random_state(device))
-    torch.manual_seed(zlib.crc32(path.encode()))
+    draw_from(zlib.crc32(path.encode()), device)
 
 
 def _leave(outer: list[Tensor], device: torch.device, *_: Any) -> None:
