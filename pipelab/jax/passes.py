@@ -5,7 +5,7 @@ A stage of the jax backend is one on a single device; pipeshard's is one on a me
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -209,7 +209,7 @@ class Compiled:
             return _added(sums, made), made[len(sums) :], DONE
 
         where = [x.sharding for x in sums], [x.sharding for x in self.inputs], None
-        self.zeros = build(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], where[0])
+        self.zeros = _zeros(tuple(sums))
         if Kind.B in kinds:
             self.backward = build(backward, where, sums, operands, donate=0)
         if Kind.I in kinds:
@@ -251,6 +251,14 @@ def compile_passes(
     """Compile for arrays like these; None in `results`: the compiler chooses their sharding."""
     jitted = jax.jit(fun, donate_argnums=donate, out_shardings=results)
     return jitted.lower(*arguments).compile(options)
+
+
+@lru_cache(maxsize=256)
+def _zeros(like: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    """The program that makes them, which equal stages share, of later runs too."""
+    return compile_passes(
+        lambda: [jnp.zeros(x.shape, x.dtype) for x in like], [x.sharding for x in like]
+    )
 
 
 def _lying(program: Any, results: Iterable[Any]) -> Specs:

@@ -161,14 +161,13 @@ def in_pieces(
     count = len(step.parameters)
     gradient = jax.jit(gradient_of(loss, share_of(combine, m), step.trains))
     parameters = [known[argument] for argument in step.parameters.values()]
+    inputs = loss.inputs[count:]
+    cut = {v: jnp.split(known[v], m) for v in inputs if v in step.batch}
     pieces = []
     for k in range(m):
-        inputs = []
-        for v in loss.inputs[count:]:
-            # An input that is not an argument of the step is the micro-batch's number.
-            x = known.get(v, np.uint32(k))
-            inputs.append(jnp.split(x, m)[k] if v in step.batch else x)
-        pieces.append(gradient(parameters, inputs))
+        # An input that is not an argument of the step is the micro-batch's number.
+        of_piece = [cut[v][k] if v in cut else known.get(v, np.uint32(k)) for v in inputs]
+        pieces.append(gradient(parameters, of_piece))
     # Each gradient is already of the micro-batch's share of the loss, so sum them.
     how = [*combine, *[Combine(How.SUM)] * len(step.gradients)]
     columns = zip(*pieces, strict=True)
