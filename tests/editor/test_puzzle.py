@@ -332,9 +332,9 @@ def test_an_idle_cell_says_what_could_run_there():
 IN_A_LOOP = [
     name
     for name in sorted(SCHEDULES)
-    if make(name, 4, 8).placement == (0, 1, 2, 3)
-    and not make(name, 4, 8).slices
-    and not make(name, 4, 8).overlapped
+    if (table := make(name, 4, 8)).placement == (0, 1, 2, 3)
+    and not table.slices
+    and not table.overlapped
 ]
 
 

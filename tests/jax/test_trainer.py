@@ -15,7 +15,7 @@ from pipelab import RunError, Trainer, make, run
 from pipelab.jax.stage import JaxStage
 from pipelab.models.flax_mlp import mlp
 from tests.conftest import thorough
-from tests.support import ENVIRONMENT, GUARD, WORKERS, free_port
+from tests.support import ENVIRONMENT, GUARD, PYTHON, WORKERS, free_port
 
 
 def mse(y, target):
@@ -143,9 +143,9 @@ def test_an_error_that_comes_late_says_so():
 
 
 @contextmanager
-def started(count, *more):
+def started(count, *more, python=sys.executable):
     """Processes of fitted_jax.py, none of which is left afterwards."""
-    command = [sys.executable, WORKERS / "fitted_jax.py", str(free_port())]
+    command = [python, WORKERS / "fitted_jax.py", str(free_port())]
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
         subprocess.Popen([*command, str(n), str(count), *more], env=ENVIRONMENT, **piped)
@@ -161,7 +161,7 @@ def started(count, *more):
 @pytest.mark.parametrize("count", [*thorough(2), 3])
 def test_processes_make_the_same_calls(count):
     # Was: the one with no end of the model was given no batch, and wanted to know its shape.
-    with started(count) as processes:
+    with started(count, python=PYTHON) as processes:
         said = [process.communicate(timeout=GUARD) for process in processes]
     assert [out for out, _ in said] == ["the same\n"] * count, said
 
