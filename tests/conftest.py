@@ -7,9 +7,13 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import atexit
 import gc
 import subprocess
+import sys
 import tempfile
+from contextlib import suppress
+from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
 
@@ -22,6 +26,8 @@ from hypothesis import strategies as st
 from pipelab.predict.theory import THEORY
 from pipelab.runtime import session
 from pipelab.schedules import make, takes
+
+ROOT = Path(__file__).parents[1]
 
 settings.register_profile(
     "pipelab", deadline=None, max_examples=100, suppress_health_check=list(HealthCheck)
@@ -157,6 +163,17 @@ LONG = [
 ]
 
 
+def pytest_collection(session):
+    """Workers collect at the same time: each compiles some of the tests for the others first."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        folders = map(Path.resolve, map(Path, session.config.args))
+        paths = sorted({path for folder in folders for path in folder.rglob("test_*.py")})
+        number, count = int(worker[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        for path in paths[number::count]:
+            with suppress(Exception, pytest.skip.Exception):  # collected, it says so
+                import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
     """Tests have no doctests, and what they start as processes is not imported."""
@@ -164,9 +181,9 @@ def pytest_collect_file():
 
 
 def pytest_collection_modifyitems(items):
-    """Long files first; skip the GPU tests, visibly, where torch sees no GPU."""
+    """Long files first, lectures before tests; skip the GPU tests where torch sees no GPU."""
     rank = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+    items.sort(key=lambda item: (rank.get(item.path.stem, len(LONG)), item.path.suffix != ".ipynb"))
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if of_gpu:
         import torch
@@ -184,6 +201,14 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 20)
+
+
+def pytest_sessionfinish():
+    """What a worker's tests left goes with it: nobody need look through it, or take it apart."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        gc.freeze()
+        if jax := sys.modules.get("jax"):
+            atexit.unregister(jax._src.api.clean_up)
 
 
 FAILED = pytest.StashKey[list]()  # the checks that failed in a test
@@ -220,8 +245,6 @@ def pytest_runtest_makereport(item, call):
 @pytest.fixture(autouse=True)
 def _close_figures():
     yield
-    import sys
-
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
 
