@@ -2,14 +2,17 @@
 
 Most processes that tests and lectures start spend their time on imports. `make test` starts this
 file once. Where a test is about what a process does, not about how it starts or is killed, it
-starts tests.support.PYTHON: that sends its arguments, environment and standard files here, waits
-for the fork, and ends as it ends. Without this process it is Python itself.
+starts tests.support.PYTHON: that sends its arguments, environment and open files here, waits for
+the fork, and ends as it ends. Without this process it is Python itself. So do forks' own processes
+start, by multiprocessing, too.
 """
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
+import multiprocessing
 import os
 import runpy
 import select
@@ -39,14 +42,21 @@ CLIENT = """#!/bin/sh
 '''exec' '{python}' -IS "$0" "$@"
 ' '''
 import os, signal, socket, sys
+files = [0, 1, 2]
+for number in range(3, 1000):
+    try:
+        files += [number] * os.get_inheritable(number)
+    except OSError:
+        pass
 with socket.socket(socket.AF_UNIX) as server:
     try:
         assert os.environ.get("OMP_NUM_THREADS") == {threads!r}  # which torch read there
         server.connect({address!r})
     except (AssertionError, OSError):
         os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-    told = repr((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
-    socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
+    blocked = list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    told = repr((sys.argv[1:], dict(os.environ), os.getcwd(), files, blocked)).encode()
+    socket.send_fds(server, [len(told).to_bytes(8, "big")], files)
     server.sendall(told)
     fork = int.from_bytes(server.recv(8), "big")
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -102,7 +112,7 @@ def serve(address):
                         told.send(code.to_bytes(8, "big", signed=True))
             if listener in ready:
                 asked, _ = listener.accept()
-                size, files, _, _ = socket.recv_fds(asked, 8, 3)
+                size, files, _, _ = socket.recv_fds(asked, 8, 200)
                 with asked.makefile("rb") as told:
                     wanted = told.read(int.from_bytes(size, "big"))
                 with warnings.catch_warnings():
@@ -136,14 +146,18 @@ def tell_jax(environment):
                 jax.config.update(option, value)
 
 
-def become(arguments, environment, folder, files, paths):
-    """Run what `python *arguments` runs, with that environment and those standard files."""
+def become(arguments, environment, folder, numbers, blocked, files, paths):
+    """Run what `python *arguments` runs, with that environment, those files and blocked signals."""
     os.setsid()
     if sys.platform == "linux":  # none stays behind a server that was killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number, file in enumerate(files):
+    free = max(numbers) + 1
+    away = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, free) for file in files]
+    list(map(os.close, files))
+    for number, file in zip(numbers, away, strict=True):
         os.dup2(file, number)
         os.close(file)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if "JPY_PARENT_PID" in environment:  # a kernel ends with its parent
@@ -154,9 +168,10 @@ def become(arguments, environment, folder, files, paths):
     tempfile.tempdir = None  # an import has asked for it, and the environment may name another
     os.chdir(folder)
     sys.executable = environment.get("PIPELAB_PYTHON", sys.executable)
+    multiprocessing.set_executable(sys.executable)
     plain = "PYTHONUNBUFFERED" in environment
-    while arguments[0] == "-u":
-        plain, arguments = True, arguments[1:]
+    while (flag := arguments[0]).startswith("-") and flag not in ("-m", "-c"):
+        plain, arguments = plain or flag == "-u", arguments[1 + (flag == "-X") :]
     sys.stdin = os.fdopen(0, closefd=False)
     for number, name in ((1, "stdout"), (2, "stderr")):
         binary = os.fdopen(number, "wb", 0 if plain else -1, closefd=False)
@@ -196,5 +211,6 @@ if __name__ == "__main__":
     become(*asked, files, others)
     threading._shutdown()  # as a Python that ends well, but for a second of taking all apart
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    with suppress(ValueError):  # multiprocessing's servers close it
+        sys.stdout.flush()
     os._exit(0)

@@ -1,5 +1,6 @@
 """One process a device: the same results, one clear error for every fault, nothing left behind."""
 
+import multiprocessing
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from functools import partial
 from importlib import import_module
+from multiprocessing import forkserver, spawn
 from pathlib import Path
 
 import pytest
@@ -55,8 +57,14 @@ def left_behind():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _the_fork_server_is_there():
+def _the_fork_server_is_a_child():
+    """As it is for users; elsewhere tests' servers are forks of another process."""
+    forkserver._forkserver._stop()
+    before = spawn.get_executable()
+    multiprocessing.set_executable(sys.executable)
     apart(TWO, check=False)
+    yield
+    multiprocessing.set_executable(before)
 
 
 @pytest.fixture(autouse=True)
