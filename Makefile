@@ -15,7 +15,7 @@ help:  ## this list
 lab: .venv/.ready$(if $(GPU),-gpu)  ## set up, then open JupyterLab on the course; GPU=1: with JAX for NVIDIA
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
-test:  ## set up, then lint, types, unit tests, doctests, notebooks: about 12 minutes on two cores
+test:  ## set up, then lint, types, unit tests, doctests, notebooks: about 11 minutes on two cores
 test-all:  ## the same, and in more sizes, precisions and processes
 test-all: export XLA_FLAGS :=
 test-all: WITHOUT :=

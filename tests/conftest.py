@@ -24,10 +24,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from pipelab.predict.theory import THEORY
-from pipelab.runtime import session
+from pipelab.runtime import session as runs
 from pipelab.schedules import make, takes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 settings.register_profile(
     "pipelab", deadline=None, max_examples=100, suppress_health_check=list(HealthCheck)
@@ -165,12 +165,12 @@ LONG = [
 
 def pytest_collection(session):
     """Workers collect at the same time: each compiles some of the tests for the others first."""
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    if worker := getattr(session.config, "workerinput", None):
+        import_module("tests.support")  # it keeps the environment, to which tests.jax_setup adds
         folders = map(Path.resolve, map(Path, session.config.args))
         paths = sorted({path for folder in folders for path in folder.rglob("test_*.py")})
-        number, count = int(worker[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        for path in paths[number::count]:
-            with suppress(Exception, pytest.skip.Exception):  # collected, it says so
+        for path in paths[int(worker["workerid"][2:]) :: worker["workercount"]]:
+            with suppress(Exception, pytest.skip.Exception):  # told when it is collected
                 import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
@@ -181,7 +181,7 @@ def pytest_collect_file():
 
 
 def pytest_collection_modifyitems(items):
-    """Long files first, lectures before tests; skip the GPU tests where torch sees no GPU."""
+    """Long files first, then lectures; skip the GPU tests, visibly, where torch sees no GPU."""
     rank = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: (rank.get(item.path.stem, len(LONG)), item.path.suffix != ".ipynb"))
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -203,12 +203,12 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 50, 20)
 
 
-def pytest_sessionfinish():
+def pytest_sessionfinish(session):
     """What a worker's tests left goes with it: nobody need look through it, or take it apart."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(session.config, "workerinput"):
         gc.freeze()
-        if jax := sys.modules.get("jax"):
-            atexit.unregister(jax._src.api.clean_up)
+        with suppress(KeyError, AttributeError):  # jax's own function
+            atexit.unregister(sys.modules["jax"]._src.api.clean_up)
 
 
 FAILED = pytest.StashKey[list]()  # the checks that failed in a test
@@ -217,7 +217,7 @@ FAILED = pytest.StashKey[list]()  # the checks that failed in a test
 @pytest.fixture(autouse=True)
 def _note_failed_checks(request, monkeypatch):
     failed = request.node.stash[FAILED] = []
-    verdict_of = session.verdict_of
+    verdict_of = runs.verdict_of
 
     def noted(*arguments):
         check = verdict_of(*arguments)
@@ -225,7 +225,7 @@ def _note_failed_checks(request, monkeypatch):
             failed.append(check)
         return check
 
-    monkeypatch.setattr(session, "verdict_of", noted)
+    monkeypatch.setattr(runs, "verdict_of", noted)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,9 +2,10 @@
 
 Most processes that tests and lectures start spend their time on imports. `make test` starts this
 file once. Where a test is about what a process does, not about how it starts or is killed, it
-starts tests.support.PYTHON: that sends its arguments, environment and open files here, waits for
-the fork, and ends as it ends. Without this process it is Python itself. So do forks' own processes
-start, by multiprocessing, too.
+starts tests.support.PYTHON: that sends its arguments, environment, folder, inheritable files and
+blocked signals here, waits for the fork, and ends as it ends. Without this process, or with flags
+that a fork does not know, it is Python itself. What a fork starts by multiprocessing (the server
+of its ranks, the tracker of its resources) is a fork, too.
 """
 
 import atexit
@@ -42,6 +43,11 @@ CLIENT = """#!/bin/sh
 '''exec' '{python}' -IS "$0" "$@"
 ' '''
 import os, signal, socket, sys
+flags = []
+for word in sys.argv[1:]:
+    if word in ("-m", "-c") or not word.startswith("-"):
+        break
+    flags.append(word)
 files = [0, 1, 2]
 for number in range(3, 1000):
     try:
@@ -50,6 +56,7 @@ for number in range(3, 1000):
         pass
 with socket.socket(socket.AF_UNIX) as server:
     try:
+        assert {{*flags}} <= {{"-u", "-B"}}
         assert os.environ.get("OMP_NUM_THREADS") == {threads!r}  # which torch read there
         server.connect({address!r})
     except (AssertionError, OSError):
@@ -170,8 +177,8 @@ def become(arguments, environment, folder, numbers, blocked, files, paths):
     sys.executable = environment.get("PIPELAB_PYTHON", sys.executable)
     multiprocessing.set_executable(sys.executable)
     plain = "PYTHONUNBUFFERED" in environment
-    while (flag := arguments[0]).startswith("-") and flag not in ("-m", "-c"):
-        plain, arguments = plain or flag == "-u", arguments[1 + (flag == "-X") :]
+    while arguments[0] in ("-u", "-B"):
+        plain, arguments = plain or arguments[0] == "-u", arguments[1:]
     sys.stdin = os.fdopen(0, closefd=False)
     for number, name in ((1, "stdout"), (2, "stderr")):
         binary = os.fdopen(number, "wb", 0 if plain else -1, closefd=False)

@@ -209,7 +209,7 @@ class Compiled:
             return _added(sums, made), made[len(sums) :], DONE
 
         where = [x.sharding for x in sums], [x.sharding for x in self.inputs], None
-        self.zeros = _zeros(tuple(sums))
+        self.zeros = _zeros(tuple(sums), jax.config.read("jax_enable_x64"))
         if Kind.B in kinds:
             self.backward = build(backward, where, sums, operands, donate=0)
         if Kind.I in kinds:
@@ -253,9 +253,12 @@ def compile_passes(
     return jitted.lower(*arguments).compile(options)
 
 
-@lru_cache(maxsize=256)
-def _zeros(like: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
-    """The program that makes them, which equal stages share, of later runs too."""
+@lru_cache(maxsize=64)
+def _zeros(like: tuple[jax.ShapeDtypeStruct, ...], double: bool) -> Any:
+    """The program that makes zeros like these: equal stages share it, also in later runs.
+
+    double  whether there are types of 64 bits
+    """
     return compile_passes(
         lambda: [jnp.zeros(x.shape, x.dtype) for x in like], [x.sharding for x in like]
     )

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from pipelab.models.clone import cloned, isolated
 from pipelab.models.placeholder import Differs, Needed, Placeholder, random_state, set_random_state
 from pipelab.models.shell import Around, Block, Stub
-from pipelab.runtime.torch.device import draw_from
 
 
 class Seen(NamedTuple):
@@ -99,7 +98,7 @@ def seen(
     outside = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            draw_from(0, device)
+            _seed(0)
             random.seed(0)
             np.random.seed(0)
             began = _outside()
@@ -236,7 +235,13 @@ def _draw_apart(part: nn.Module, device: torch.device) -> None:
 
 def _enter(outer: list[Tensor], path: str, device: torch.device, *_: Any) -> None:
     outer.append(random_state(device))
-    draw_from(zlib.crc32(path.encode()), device)
+    _seed(zlib.crc32(path.encode()))
+
+
+def _seed(number: int) -> None:
+    """As torch.manual_seed, which reads the caller's stack if there is no accelerator."""
+    seed = torch.default_generator.manual_seed
+    (torch.manual_seed if torch.accelerator.is_available() else seed)(number)
 
 
 def _leave(outer: list[Tensor], device: torch.device, *_: Any) -> None:

@@ -553,7 +553,8 @@ def in_a_session(script, *arguments, python=PYTHON):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_interrupt_leaves_what_can_be_saved_and_gone_on_with(backend, tmp_path):
     """It comes while batches are under way, to this process and to all of its ranks."""
-    python = sys.executable if backend == "processes" else PYTHON  # forks' ranks are elsewhere
+    # Ranks of a fork are in a process group of their own.
+    python = sys.executable if backend == "processes" else PYTHON
     done = in_a_session("interrupted.py", backend, tmp_path, python=python)
     assert done.stdout == "interrupted, and the same\n"
 

@@ -13,7 +13,7 @@ stages 0 and 3, device 1 stages 1 and 2; so the first and the last stage are on 
 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 1U0 2U0
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -77,7 +77,7 @@ def zb_v(
 def _fastest(
     name: str,
     place: Callable[[int], tuple[int, ...]],
-    fixed: Sequence[str],
+    fixed: tuple[str, ...],
     devices: int,
     microbatches: int,
     batches: int,
@@ -97,8 +97,8 @@ def _fastest(
     return replace(repeat(best, batches), name=name)
 
 
-@lru_cache(maxsize=128)
-def _best(problem: OrderProblem, fixed: Sequence[str]) -> Schedule | None:
+@lru_cache(maxsize=16)
+def _best(problem: OrderProblem, fixed: tuple[str, ...]) -> Schedule | None:
     """Of the fixed orders, and of the list scheduler's, the fastest that fits."""
 
     def span(table: Schedule) -> tuple[float, float, int]:

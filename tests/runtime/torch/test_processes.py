@@ -59,6 +59,8 @@ def left_behind():
 @pytest.fixture(scope="module", autouse=True)
 def _the_fork_server_is_a_child():
     """As it is for users; elsewhere tests' servers are forks of another process."""
+    for rank in multiprocessing.active_children():  # of a test that failed: the end waits for it
+        rank.kill()
     forkserver._forkserver._stop()
     before = spawn.get_executable()
     multiprocessing.set_executable(sys.executable)
