@@ -4,6 +4,9 @@ Most of their time would go into compiling the same programs again, since each t
 process that a test starts, makes functions of its own. So what is compiled is kept in build/jax for
 all tests and the next run, and LLVM hardly optimizes it. The environment comes first: a folder of
 its own (JAX_COMPILATION_CACHE_DIR) or other XLA_FLAGS. `make test-all` compiles as users do.
+
+Nor does a program load what it has no operation of. Jax loads some thirty dialects for each, which
+takes as long as to lower a small one.
 """
 
 import os
@@ -20,6 +23,7 @@ os.environ.setdefault(  # a compilation takes a twelfth of the time
 )
 
 import jax
+from jax._src.interpreters import mlir
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -32,3 +36,20 @@ for _name, _value in {
 }.items():
     os.environ[_name.upper()] = str(_value)  # for processes that tests start
     jax.config.update(_name, _value)
+
+
+def _context():
+    context, known = mlir.JaxIrContext(), mlir.dialects
+    context.append_dialect_registry(mlir.upstream_dialects)
+    assert context.dialects["func"]  # which is loaded by that, as all operations here need it
+    context.set_thread_pool(mlir.global_thread_pool)
+    known.sdy.register_dialect(context)
+    known.mpmd.register_dialect(context)
+    known.mhlo.register_mhlo_dialect(context)
+    known.chlo.register_dialect(context)
+    known.hlo.register_dialect(context)
+    return context
+
+
+if os.environ["XLA_FLAGS"] and version("jaxlib").startswith("0.10."):
+    mlir.make_ir_context = _context
